@@ -74,6 +74,7 @@ _ALL = (
         "policy gradient, baseline, GAE, ratio and clip, KL: what fails without each",
     ),
     GuidePart("13", "four_models", "Four models", "actor, critic, reward, reference: memory, work, the length trap"),
+    GuidePart("14", "places", "Where they live", "colocated, split, one step off: timelines, staleness, new weights"),
     GuidePart("ladder", "ladder", "The GPU matmul ladder", "one kernel per idea, with counted reads"),
     GuidePart("locality", "locality", "Locality on the CPU", "loop order, tiling, strides, false sharing"),
 )

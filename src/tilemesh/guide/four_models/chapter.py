@@ -73,7 +73,7 @@ guess = predict(
 lesson.show(guess, kept / work.held_bytes(small, names), missing={"limit": "the actor alone: 44 %"})
 predictions = {}
 for words, choices in variants.items():
-    planned = predictions[words] = work.planned(small, "16xh100", **choices)
+    planned = predictions[words] = work.planned(small, "16xh100", "colocated", **choices)
     models = {
         name: size for name, size in planned.memory[0].items() if name not in ("activations", "pages", "reserved")
     }

@@ -40,11 +40,11 @@ def held_bytes(model: ModelConfig, roles: Sequence[str]) -> int:
     return count_parameters(model).total * sum(ROLES[role].state_bytes for role in roles)
 
 
-def planned(model: ModelConfig, cluster: str, **changes: object) -> PlacementPrediction:
-    """The planner's quickest placement in which all ranks draw and train in turn."""
+def planned(model: ModelConfig, cluster: str, kind: str = "colocated", **changes: object) -> PlacementPrediction:
+    """The planner's quickest placement of a kind; by default all ranks draw and train in turn."""
     work = AlignWork(prompts=64, answers=16, prompt=256, tokens=1024, **changes)  # type: ignore[arg-type]
     estimator = AlignEstimator(model, parse_cluster(cluster), work)
-    return search_placements(estimator, ("colocated",), shown=1)[0]
+    return search_placements(estimator, (kind,), shown=1)[0]
 
 
 # The length trap ------------------------------------------------------------------------------------------------------
