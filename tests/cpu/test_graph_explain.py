@@ -151,10 +151,30 @@ def test_a_graph_on_a_mesh_says_where_tensors_lie_and_what_is_sent(
     assert "reduce_scatter tp" in picture.read_text() or "all_reduce tp" in picture.read_text()
 
 
+def test_choosers_race_in_a_table_and_on_a_page(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, record = tmp_path / "chosen.html", tmp_path / "chosen.json"
+    words = ["--mesh", "dp=2", "--train", "--html", str(page), "--json", str(record)]
+    assert main(["graph", "explain", f"{file}:make", *words, "--choose", "all"]) == 0
+    said = capsys.readouterr().out
+    assert "chooser  predicted time  memory per rank" in said
+    chosen = json.loads(record.read_text())["chosen"]
+    assert {each["chooser"] for each in chosen} >= {"random", "greedy", "dp", "mcmc", "learned"}
+    assert chosen[0]["predicted_s"] == min(each["predicted_s"] for each in chosen)
+    assert "evaluations of the cost" in page.read_text()
+    placed = json.loads(record.read_text())["placed"]["placements"]
+    assert main(["graph", "explain", f"{file}:make", *words, "--choose", "greedy", "--pin", "inner.weight=dp:S1"]) == 0
+    assert json.loads(record.read_text())["placed"]["placements"]["inner.weight"] == "dp:S(1)" != placed["inner.weight"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--pin", "input0=tp:S0"], "without --mesh"),
+        (["--choose", "greedy"], "--choose without --mesh"),
+        (["--mesh", "tp=2", "--choose", "gredy"], "did you mean 'greedy'"),
+        (["--mesh", "tp=2", "--memory", "1GiB"], "--memory without --choose"),
+        (["--mesh", "tp=2", "--choose", "greedy", "--memory", "1B"], "greedy found no placement within"),
+        (["--mesh", "tp=2", "--choose", "greedy", "--pin", "input0=tp:P"], "none of its choices is as it is pinned"),
         (["--mesh", "tp"], "expected axes and their sizes, such as tp=2"),
         (["--mesh", "tp=2,tp=2"], "expected axes and their sizes"),
         (["--mesh", "tp=2", "--pin", "input0"], "expected NAME=AXIS:PLACEMENT, such as inner.weight=tp:S0"),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,30 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from simulated_mesh import exchanged, gather, run_node, scatter
+from training_programs import Training, transformer
+
+from tilemesh.comm.schedules.book import build as build_schedule
+from tilemesh.comm.schedules.collectives import layout
+from tilemesh.comm.schedules.cost import count
+from tilemesh.core.axes import Axes, members
 from tilemesh.core.errors import UsageError
+from tilemesh.core.hardware import parse_cluster
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.step.book import build as build_step
+from tilemesh.core.step.simulate import StepTimes, simulate
+from tilemesh.core.tensor_placement import SILENT, TensorPlacement, exchange_of
+from tilemesh.graph.evaluate import run_numpy
+from tilemesh.graph.ir import Node, ordered
+from tilemesh.graph.size import numbers
 from tilemesh.parallel.choose import CHOOSERS, choose, race
 from tilemesh.parallel.choose.dynamic import dynamic
-from tilemesh.parallel.choose.walk import Walk
-from tilemesh.plan.place.problem import Moment, PlacementProblem, Transfer
+from tilemesh.parallel.choose.stages import cut_stages, placed_stage_s
+from tilemesh.parallel.choose.walk import Walk, at_random, greedy
+from tilemesh.plan.place.cost import MeshCost, exchange_steps
+from tilemesh.plan.place.problem import Chosen, Moment, PlacementProblem, Transfer
+from tilemesh.plan.place.propagate import PlacedGraph
+from tilemesh.plan.place.space import PlacementSpace
 
 needs_scipy = pytest.mark.skipif(
     importlib.util.find_spec("scipy") is None, reason="scipy is not installed: pip install 'tilemesh[choose]'"
@@ -167,3 +188,233 @@ def test_what_fits_nowhere_is_refused() -> None:
                 choose(problem, name)
     with pytest.raises(UsageError, match="chooser 'ilpp'"):
         choose(problem, "ilpp")
+
+
+# Programs -------------------------------------------------------------------------------------------------------------
+
+
+def space_of(step: Training, axes: Axes, cluster: str = "8xh100", **more: Any) -> PlacementSpace:
+    graph, carried = step
+    return PlacementSpace(graph, MeshCost(axes, parse_cluster(cluster)), carried, **more)
+
+
+def inputs_of(space: PlacementSpace, chosen: Chosen) -> dict[str, str]:
+    assert chosen.is_optimal
+    assert chosen.choice is not None
+    placed = space.placed(chosen.choice)
+    return {node["name"]: str(placed.placements[node]) for node in placed.graph.inputs}
+
+
+def weights_of(space: PlacementSpace, chosen: Chosen) -> dict[str, set[str]]:
+    """Of all layers together, and without their states."""
+    found: dict[str, set[str]] = {}
+    for name, placement in inputs_of(space, chosen).items():
+        if name.startswith("layers.") and name[-2:] not in (".m", ".v"):
+            found.setdefault(name.split(".")[-1], set()).add(placement)
+    return found
+
+
+def cut_as(columns: str, rows: str) -> dict[str, set[str]]:
+    return {name: {columns} for name in COLUMNS} | {name: {rows} for name in ROWS}
+
+
+COLUMNS, ROWS = ("wq", "wk", "wv", "w1"), ("wo", "w2")
+
+
+@needs_scipy
+def test_megatrons_layouts_are_found_without_pins() -> None:
+    """Few tokens, large weights: the first matrices by rows of torch's layout, the last by columns, and sums only where
+    these leave, forward, and where those do, backward."""
+    space = space_of(transformer(2, 4, 64, 2048, 8192, 16), (("tp", 4),))
+    chosen = choose(space.problem)
+    assert weights_of(space, chosen) == cut_as("tp:S(0)", "tp:S(1)")
+    assert chosen.choice is not None
+    sent = {exchange.node.shape for exchange in space.placed(chosen.choice).exchanges if exchange.nbytes > 100}
+    assert sent == {(4 * 64, 2048)}, "only activations travel"
+
+
+@needs_scipy
+def test_memory_decides_between_copies_of_weights_and_fsdp() -> None:
+    """Many tokens: the batch is cut. Where weights fit, all ranks keep them; where not, each keeps some rows."""
+    space = space_of(transformer(2, 64, 128, 1024, 4096, 8), (("dp", 8),))
+    chosen = choose(space.problem)
+    assert chosen.figures is not None
+    assert inputs_of(space, chosen)["x"] == "dp:S(0)"
+    assert weights_of(space, chosen) == cut_as("R", "R")
+    tight = replace(space.problem, limit_bytes=0.77 * chosen.figures.memory_bytes)
+    assert weights_of(space, choose(tight)) == cut_as("dp:S(0)", "dp:S(0)")
+    small = space_of(transformer(1, 64, 128, 64, 64, 4), (("dp", 8),))
+    alike = inputs_of(small, choose(small.problem))
+    assert {alike[name] for name in alike if name.startswith("layers.")} == {"R"}, "small weights: plain DDP"
+
+
+@needs_scipy
+def test_on_two_axes_megatron_and_fsdp_are_found_together() -> None:
+    """Where memory is short every weight is cut by both axes: by tp as Megatron has it, by dp along the other dim (axes
+    that cut one dim are nested in the order of the mesh, so dp's pieces of tp's rows would not be gathered alone)."""
+    space = space_of(transformer(1, 64, 64, 1024, 4096, 8), (("dp", 4), ("tp", 4)), "1x16xh100")
+    loose = choose(space.problem)
+    assert loose.figures is not None
+    tight = choose(replace(space.problem, limit_bytes=0.75 * loose.figures.memory_bytes))
+    assert weights_of(space, tight) == cut_as("tp:S(0) dp:S(1)", "dp:S(0) tp:S(1)")
+
+
+@needs_scipy
+def test_no_chooser_finds_less_than_the_solver() -> None:
+    space = space_of(transformer(1, 8, 32, 256, 512, 4), (("tp", 4),), "4xh100")
+    answers = race(space.problem)
+    assert answers[0].is_optimal
+    assert {each.chooser for each in answers} == set(CHOOSERS)
+    for each in answers:
+        assert each.figures is not None
+        assert each.figures.seconds >= answers[0].bound_s * (1 - 1e-9)
+
+
+def sent_of(collective: str, parts: Sequence[Any], results: Sequence[Any]) -> float:
+    """What a rank sends on average, by the schedule's own steps, of arrays that ranks of one axis have."""
+    ranks = len(parts)
+    schedule = build_schedule(collective, "pairwise" if collective == "all_to_all" else "ring", ranks)
+    if collective == "all_to_all":
+        sizes: tuple[int, ...] = (parts[0].nbytes // ranks,) * ranks
+    elif collective == "all_reduce":
+        sizes = (parts[0].nbytes,)
+    else:
+        sizes = tuple(each.nbytes for each in (parts if collective == "all_gather" else results))
+    counted = count(schedule, lambda rank: layout(collective, rank, 0, ranks, schedule.chunks, sizes, sizes))
+    return sum(each.nbytes for each in counted) / ranks
+
+
+def run_counted(placed: PlacedGraph, arrays: Sequence[Any], random: Draw) -> tuple[list[Any], float]:
+    """The outputs of simulated ranks, and what each of them sent on average."""
+    axes, sent = placed.axes, 0.0
+    lies: dict[Node, list[Any]] = {}
+    copies: dict[tuple[Node, TensorPlacement, bool], list[Any]] = {}
+    forward = set(ordered(placed.graph.outputs[:1]))
+
+    def moved(parts: list[Any], before: TensorPlacement, after: TensorPlacement) -> list[Any]:
+        nonlocal sent
+        for axis, old, new in exchange_steps(before, after, axes):
+            results = exchanged(parts, before, before.put(axis, new), axes, random)
+            if (collective := exchange_of(old, new)) not in SILENT:
+                along = members(0, ((axis, dict(axes)[axis]),), axes)
+                sent += sent_of(collective, [parts[r] for r in along], [results[r] for r in along])
+            parts, before = results, before.put(axis, new)
+        assert before == after
+        return parts
+
+    def read(value: Node, wanted: TensorPlacement, is_forward: bool) -> list[Any]:
+        if (value, wanted, is_forward) not in copies:
+            copies[value, wanted, is_forward] = moved(lies[value], placed.given[value], wanted)
+        return copies[value, wanted, is_forward]
+
+    for node in placed.graph.nodes():
+        if node.op == "input":
+            whole = np.asarray(arrays[placed.graph.inputs.index(node)])
+            lies[node] = scatter(whole, placed.given[node], axes, random)
+            continue
+        taken = placed.taken[node]
+        values = [read(value, wanted, node in forward) for value, wanted in zip(node.inputs, taken, strict=True)]
+        lies[node] = run_node(node, values, taken, placed.given[node], axes)
+    outputs = []
+    for node in placed.graph.outputs:
+        parts = moved(lies[node], placed.given[node], placed.placements[node])
+        outputs.append(gather(parts, placed.placements[node], axes))
+    return outputs, sent
+
+
+@pytest.mark.parametrize(("axes", "seeds"), [((("tp", 2), ("dp", 2)), 3), ((("dp", 4),), 2)])
+def test_chosen_placements_compute_the_same_and_send_what_was_predicted(axes: Axes, seeds: int) -> None:
+    step = transformer(1, 4, 4, 16, 32, 4, norms=True, dtype="float64", state="float64")
+    space = space_of(step, axes, "4xh100")
+    random = np.random.default_rng(0)
+    arrays = [random.random(numbers(node.shape)) + 0.1 for node in space.graph.inputs]
+    wanted = run_numpy(space.graph, *arrays)
+    answers = [greedy(space.problem), *(at_random(space.problem, 1, seed) for seed in range(seeds))]
+    for each in answers:
+        assert each.choice is not None
+        assert each.figures is not None
+        placed = space.placed(each.choice)
+        outputs, sent = run_counted(placed, arrays, random)
+        for got, whole in zip(outputs, wanted, strict=True):
+            np.testing.assert_allclose(got, whole, rtol=1e-9, atol=1e-9)
+        assert placed.nbytes == pytest.approx(each.figures.sent_bytes)
+        assert sent == pytest.approx(each.figures.sent_bytes)
+        for output, node in space.carried.items():
+            assert placed.placements[output] == placed.placements[node], "new weights lie as the old ones"
+
+
+@pytest.mark.slow
+@needs_scipy
+def test_llama_8b_on_64_ranks_is_built_and_solved_with_proof() -> None:
+    """Layers that are alike are chosen once: as many variables as for four layers."""
+    few = space_of(llama_8b(4), (("tp", 8), ("dp", 8)), "64xh100")
+    space = space_of(llama_8b(32), (("tp", 8), ("dp", 8)), "64xh100", limit_bytes=80e9)
+    assert len(space.problem.names) == len(few.problem.names)
+    answers = race(space.problem, ("random", "greedy", "mcmc", "ilp"))
+    assert answers[0].is_optimal
+    assert answers[0].choice is not None
+    assert answers[0].figures is not None
+    assert space.placed(answers[0].choice).nbytes == pytest.approx(answers[0].figures.sent_bytes)
+
+
+def llama_8b(layers: int) -> Training:
+    return transformer(layers, 64, 1024, 4096, 14336, 32, kv_heads=8, vocabulary=128256, norms=True)
+
+
+# Stages ---------------------------------------------------------------------------------------------------------------
+
+
+def all_cuts(layers: int, ranks: int) -> Iterator[list[tuple[range, range]]]:
+    """Every way to give stretches of layers to stretches of ranks."""
+    for stages in range(1, min(layers, ranks) + 1):
+        for i in itertools.combinations(range(1, layers), stages - 1):
+            for a in itertools.combinations(range(1, ranks), stages - 1):
+                ends = zip((0, *i), (*i, layers), (0, *a), (*a, ranks), strict=True)
+                yield [(range(*each[:2]), range(*each[2:])) for each in ends]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_stages_are_cut_as_well_as_any(seed: int) -> None:
+    """Also on ranks that differ, and where some stretches do not fit."""
+    random = np.random.default_rng(seed)
+    layers, ranks, microbatches = int(random.integers(1, 6)), int(random.integers(1, 6)), int(random.integers(1, 9))
+    work, speed = random.integers(1, 9, layers), random.integers(1, 4, ranks)
+
+    def stage_s(some: range, on: range) -> float:
+        too_many = len(some) > 3 * len(on)
+        return math.inf if too_many else float(work[list(some)].sum() / speed[list(on)].sum() ** 0.8)
+
+    every = []
+    for cut in all_cuts(layers, ranks):
+        times = [stage_s(*stage) for stage in cut]
+        every.append(sum(times) + (microbatches - 1) * max(times))
+    if min(every) == math.inf:
+        with pytest.raises(UsageError, match="no cut into stages fits"):
+            cut_stages(layers, ranks, microbatches, stage_s)
+        return
+    cut = cut_stages(layers, ranks, microbatches, stage_s)
+    assert cut.seconds == pytest.approx(min(every))
+    assert (sum(cut.layers), sum(cut.ranks)) == (layers, ranks)
+
+
+def test_a_cut_into_stages_takes_on_a_pipeline_what_was_predicted() -> None:
+    """Six ranks of one kind, two slower ones: fewer layers there. A schedule's simulation agrees."""
+    speed = [2.0, 2.0, 2.0, 1.0]
+    cut = cut_stages(14, 4, 8, lambda some, on: len(some) / speed[on[0]], sizes=(1,))
+    assert cut.layers == (4, 4, 4, 2)
+    forward = [seconds / 3 for seconds in cut.stage_s]
+    times = StepTimes(forward, forward, forward)
+    program = build_step("gpipe", len(cut.layers), cut.microbatches)
+    assert simulate(program, times).total_s == pytest.approx(cut.seconds)
+    plan = ParallelPlan(pp=4, accumulation=8, chunk_layers=cut.layers)
+    assert plan.chunk_layers == cut.layers
+
+
+@needs_scipy
+def test_stages_of_placed_layers_on_two_kinds_of_gpu() -> None:
+    """Two H100 and two T4: each kind has a stage of its own, the faster one more layers."""
+    stage_s = placed_stage_s(lambda layers: transformer(layers, 8, 128, 1024, 4096, 8), ["h100"] * 2 + ["t4"] * 2)
+    cut = cut_stages(4, 4, 16, stage_s, sizes=(2,))
+    assert cut.ranks == (2, 2)
+    assert cut.layers[0] > cut.layers[1]
+    assert stage_s(range(4), range(4)) == math.inf, "no stage has both"

@@ -39,11 +39,13 @@ def choose(problem: PlacementProblem, chooser: str = "ilp") -> Chosen:
         raise unknown("chooser", chooser, CHOOSERS)
     chosen = CHOOSERS[chooser](problem)
     if chosen.choice is None:
-        raise UsageError(
-            f"{chooser} found no placement within {problem.limit_bytes / 2**30:.2f} GiB per rank: allow more memory, "
-            "more ranks, or another chooser"
-        )
+        raise refusal(problem, chooser)
     return chosen
+
+
+def refusal(problem: PlacementProblem, chooser: str) -> UsageError:
+    size = f"{problem.limit_bytes / 2**30:.2f} GiB per rank"
+    return UsageError(f"{chooser} found no placement within {size}: allow more memory, more ranks, or another chooser")
 
 
 def race(problem: PlacementProblem, choosers: Sequence[str] = tuple(CHOOSERS)) -> list[Chosen]:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from tilemesh.cli import chosen
 from tilemesh.cli.output import Output
-from tilemesh.cli.placed import place, placed_drawing, placed_lines
+from tilemesh.cli.placed import placed_drawing, placed_lines
 from tilemesh.cli.placed import record as placed_record
 from tilemesh.core.errors import RunError, UsageError, unknown
 from tilemesh.core.hardware import DEVICES
@@ -18,6 +19,7 @@ from tilemesh.graph.cost import graph_seconds, saved_by
 from tilemesh.graph.ir import Graph
 from tilemesh.graph.memory import arena
 from tilemesh.graph.size import known
+from tilemesh.plan.place.problem import Chosen
 
 LINES = 40  # of a graph that is printed without --whole
 
@@ -30,6 +32,11 @@ class ExplainOptions:
     )
     mesh: str | None = option(None, "Place the rewritten graph on ranks, axes in this order.", "dp=2,tp=2")
     pin: tuple[str, ...] = option((), "Where a tensor lies, such as up.weight=tp:S0; again for more.", "NAME=PLACE")
+    choose: Annotated[str | None, Known("chooser", "tilemesh.parallel.choose:CHOOSERS", also="all")] = option(
+        None, "Let a chooser place what is not pinned: ilp, dp, mcmc, greedy, learned, random, or all.", "NAME"
+    )
+    memory: str | None = option(None, "What a rank may hold, such as 8GiB; by default what the device has.", "SIZE")
+    train: bool = option(False, "Place a training step: with gradients, and new values of all parameters.")
     whole: bool = option(False, "Print both graphs whole, however long they are.")
     svg: OutFile | None = option(None, "Draw the graph: before, after, and as kernels.", "FILE")
     html: OutFile | None = option(None, "The drawing and the rules as a page.", "FILE")
@@ -37,8 +44,7 @@ class ExplainOptions:
 
 
 def explain(options: ExplainOptions) -> Output:
-    if options.pin and options.mesh is None:
-        raise UsageError(f"--pin {options.pin[0]} without --mesh: give the ranks too, such as --mesh tp=2")
+    _require_mesh(options)
     model, inputs = load_program(options.program)
     from tilemesh.graph.draw import drawing
     from tilemesh.graph.kernel_c import CWriter
@@ -53,9 +59,11 @@ def explain(options: ExplainOptions) -> Output:
     figures = {"before": _figures(before, device), "after": _figures(after, device)}
     record: dict[str, Any] = figures | {"rules": [vars(gain) for gain in gains]}
 
-    placed = None if options.mesh is None else place(after, options.mesh, options.pin)
-    if placed is not None:
-        record["placed"] = placed_record(placed)
+    placed, answers = None, list[Chosen]()
+    if options.mesh is not None:
+        words = chosen.PlacingWords(options.mesh, options.pin, options.choose, device, options.memory, options.train)
+        placed, answers = chosen.place_program(after, model, words)
+        record |= {"placed": placed_record(placed)} | ({"chosen": chosen.record(answers)} if answers else {})
 
     def drawn() -> str:
         if placed is not None:
@@ -77,12 +85,22 @@ def explain(options: ExplainOptions) -> Output:
         *_graph_lines("after", after, options.whole),
         *(f"{name:>6}: {_words(figures[name], device)}" for name in figures),
         *([] if placed is None else ["", f"on {options.mesh}:", *placed_lines(placed)]),
+        *(["", *chosen.chosen_lines(answers)] if answers else []),
     ]
-    files = {"svg": drawn, "html": lambda: _page(options.program, drawn(), record, device)}
+    files = {"svg": drawn, "html": lambda: _page(options.program, drawn(), record, device, answers)}
     return Output([text], [record], files)
 
 
-def _page(program: str, drawn: str, record: dict[str, Any], device: str) -> str:
+def _require_mesh(options: ExplainOptions) -> None:
+    placing = {"--pin": options.pin, "--choose": options.choose, "--memory": options.memory, "--train": options.train}
+    for name, value in placing.items():
+        if value and options.mesh is None:
+            raise UsageError(f"{name} without --mesh: give the ranks too, such as --mesh tp=2")
+    if options.memory is not None and options.choose is None:
+        raise UsageError("--memory without --choose: it limits what is chosen; give --choose ilp too")
+
+
+def _page(program: str, drawn: str, record: dict[str, Any], device: str, answers: list[Chosen]) -> str:
     """The drawing, what each rule saved, and the figures before and after."""
     from tilemesh.report.draw import PageTable, grid
     from tilemesh.report.html import Html, el, join, page
@@ -97,6 +115,7 @@ def _page(program: str, drawn: str, record: dict[str, Any], device: str) -> str:
         el("h1", f"The graph of {program}"),
         *(el("p", f"{name}: {_words(record[name], device)}") for name in ("before", "after")),
         grid(table),
+        *([chosen.chosen_page(answers)] if answers else []),
         el("div", Html(drawn), style="overflow-x:auto"),
     )
     return page(f"The graph of {program}", body)

@@ -1,0 +1,136 @@
+"""A placement that is chosen, as a table of those who chose and as a picture: part of `tilemesh graph explain`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tilemesh.cli.placed import place, read_axes, read_pins
+from tilemesh.core.axes import ranks_of
+from tilemesh.core.errors import UsageError
+from tilemesh.core.hardware import parse_cluster
+from tilemesh.core.units import format_bytes, format_seconds, parse_bytes
+from tilemesh.graph.build import argument, multiply, subtract
+from tilemesh.graph.derive import vjp
+from tilemesh.graph.ir import Graph, Node
+from tilemesh.graph.ops import FLOATS
+from tilemesh.plan.place.problem import Chosen
+from tilemesh.plan.place.propagate import PlacedGraph
+
+if TYPE_CHECKING:
+    from tilemesh.report.html import Html
+
+HEAD = ("chooser", "predicted time", "memory per rank", "sent per rank", "evaluations", "at most better by", "seconds")
+
+
+def training_step(graph: Graph, weights: Sequence[str]) -> tuple[Graph, dict[Node, Node]]:
+    """The graph with the gradients of these inputs and new values for them: and which output is whose new value."""
+    trained = [node for node in graph.inputs if node["name"] in weights and node.dtype in FLOATS]
+    if not trained:
+        raise UsageError("--train of a program without parameters: give a module that has some")
+    results = [node for node in graph.outputs if node.dtype in FLOATS]
+    tangents = [argument(f"d output{at}", node.shape, node.dtype) for at, node in enumerate(results)]
+    gradients = vjp(results, tangents, trained)
+    new = [subtract(weight, multiply(step, 0.001)) for weight, step in zip(trained, gradients, strict=True)]
+    return Graph((*graph.inputs, *tangents), (*graph.outputs, *new)), dict(zip(new, trained, strict=True))
+
+
+@dataclass(frozen=True)
+class PlacingWords:
+    """What the words of a command say of placing."""
+
+    mesh: str
+    pin: Sequence[str]
+    choose: str | None
+    device: str
+    memory: str | None
+    train: bool
+
+
+def place_program(graph: Graph, model: Any, words: PlacingWords) -> tuple[PlacedGraph, list[Chosen]]:
+    """The graph as pins place it, or as the best placement that was found; and then who found what."""
+    carried: dict[Node, Node] = {}
+    if words.train:
+        parameters = model.named_parameters() if hasattr(model, "named_parameters") else ()
+        graph, carried = training_step(graph, [name for name, _ in parameters])
+    if words.choose is None:
+        return place(graph, words.mesh, words.pin), []
+    from tilemesh.parallel.choose import CHOOSERS, race, refusal
+    from tilemesh.plan.place.cost import MeshCost
+    from tilemesh.plan.place.space import PlacementSpace
+
+    axes = read_axes(words.mesh)
+    cluster = parse_cluster(f"{ranks_of(axes)}x{words.device}")
+    limit = parse_bytes(words.memory) if words.memory is not None else cluster.device.usable_bytes
+    space = PlacementSpace(graph, MeshCost(axes, cluster), carried, limit_bytes=limit)
+    problem = space.problem.fixed(space.pinned(read_pins(words.pin, graph)))
+    answers = race(problem, tuple(CHOOSERS) if words.choose == "all" else (words.choose,))
+    if answers[0].choice is None:
+        raise refusal(problem, words.choose)
+    return space.placed(answers[0].choice), answers
+
+
+def _cells(each: Chosen) -> tuple[str, ...]:
+    if each.figures is None:
+        return each.chooser, "none fits", "", "", f"{each.evaluations:,}", "", f"{each.seconds:.2f}"
+    gap = "0, proved" if each.is_optimal else "unknown" if each.bound_s <= 0 else f"{each.gap:.1%}"
+    figures = each.figures
+    sizes = (format_bytes(round(figures.memory_bytes)), format_bytes(round(figures.sent_bytes)))
+    time = format_seconds(figures.seconds)
+    return each.chooser, time, *sizes, f"{each.evaluations:,}", gap, f"{each.seconds:.2f}"
+
+
+def chosen_lines(answers: Sequence[Chosen]) -> list[str]:
+    """A line for each, the fastest placement first."""
+    rows = [HEAD, *map(_cells, answers)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    bounds = [each.lp_bound_s for each in answers if each.lp_bound_s]
+    return [*lines, *(f"bound without whole numbers: {format_seconds(bound)}" for bound in bounds)]
+
+
+def record(answers: Sequence[Chosen]) -> list[dict[str, Any]]:
+    """For --json."""
+    return [
+        {
+            "chooser": each.chooser,
+            "predicted_s": each.figures.seconds if each.figures else None,
+            "memory_bytes": each.figures.memory_bytes if each.figures else None,
+            "bytes_per_rank": each.figures.sent_bytes if each.figures else None,
+            "evaluations": each.evaluations,
+            "bound_s": each.bound_s,
+            "lp_bound_s": each.lp_bound_s,
+            "is_optimal": each.is_optimal,
+            "seconds": each.seconds,
+        }
+        for each in answers
+    ]
+
+
+def chosen_page(answers: Sequence[Chosen]) -> Html:
+    """Who found what after how many evaluations, and the table."""
+    from tilemesh.report.draw import Dots, Drawing, Line, PageTable, Plot, PlotAxis, PlotLayer, Rule, around
+
+    layers: list[PlotLayer] = []
+    points: list[tuple[float, float]] = []
+    for colour, each in enumerate(answers):
+        if each.figures is not None:
+            end = (float(max(each.evaluations, 1)), each.figures.seconds)
+            history = [(float(count), seconds) for count, seconds in each.history if seconds < math.inf]
+            layers.append(Line(each.chooser, [*history, end], colour) if history else Dots(each.chooser, [end], colour))
+            points += [*history, end]
+    bound = max(each.bound_s for each in answers)
+    if bound > 0:
+        layers.append(Rule("proved bound", bound, 6))
+        points.append((points[0][0], bound))
+    low, high = around([seconds for _, seconds in points])
+    x = PlotAxis(1.0, max(2.0, *(count for count, _ in points)), "evaluations of the cost", "{:,.0f}".format, log=True)
+    y = PlotAxis(max(low, bound * 0.97), high, "predicted time of a step", format_seconds)
+    words = (
+        "The best placement that each chooser knew after so many evaluations; integer programming counts its solves."
+    )
+    return Drawing("Choosers", words, Plot(x, y, layers), PageTable(HEAD, [_cells(each) for each in answers])).show(
+        wide=True
+    )
