@@ -36,7 +36,8 @@ from tilemesh.parallel.choose import CHOOSERS, choose, race
 from tilemesh.parallel.choose.dynamic import dynamic
 from tilemesh.parallel.choose.stages import cut_stages, placed_stage_s
 from tilemesh.parallel.choose.walk import Walk, at_random, greedy
-from tilemesh.plan.place.cost import MeshCost, exchange_steps
+from tilemesh.plan.place.cost import MeshCost
+from tilemesh.plan.place.exchange import exchange_steps
 from tilemesh.plan.place.problem import Chosen, Moment, PlacementProblem, Transfer
 from tilemesh.plan.place.propagate import PlacedGraph
 from tilemesh.plan.place.space import PlacementSpace

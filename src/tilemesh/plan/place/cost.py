@@ -13,71 +13,12 @@ from collections.abc import Sequence
 from tilemesh.core.axes import Axes
 from tilemesh.core.cost import SHORT_DTYPES
 from tilemesh.core.hardware import Cluster
-from tilemesh.core.tensor_placement import SILENT, Mark, P, R, TensorPlacement, V, exchange_of
+from tilemesh.core.tensor_placement import SILENT, Mark, R, TensorPlacement, V, exchange_of
 from tilemesh.graph.ir import Node
+from tilemesh.plan.place.exchange import Step, exchange_steps
 from tilemesh.plan.place.propagate import DTYPE_BYTES, sent_bytes
 from tilemesh.plan.place.rules import sized
 from tilemesh.plan.speed import RanksOfNodes, group
-
-Step = tuple[str, Mark, Mark]
-"""An axis, and a tensor's marks along it before and after."""
-
-
-def exchange_steps(before: TensorPlacement, after: TensorPlacement, axes: Axes) -> list[Step]:
-    """From one placement to another, an axis at a time: cuts first and sums next, so that little is left to gather.
-
-    Axes cut a dim in the order of the mesh. Where an axis comes or goes before one that stays, the one that stays is
-    gathered and cut again: its pieces lie elsewhere then.
-    """
-    order, steps, now = [axis for axis, _ in axes], list[Step](), before
-
-    def step(axis: str, mark: Mark) -> None:
-        nonlocal now
-        steps.append((axis, now[axis], mark))
-        now = now.put(axis, mark)
-
-    def is_next(axis: str, mark: Mark) -> bool:
-        """Whether a cut by this axis, made now, is nested as it is in the end."""
-        assert mark.dim is not None
-        wanted = after.axes_of(mark.dim)
-        return now.put(axis, R).axes_of(mark.dim) == wanted[: wanted.index(axis)]
-
-    def cut() -> None:
-        for axis in order:
-            mark = after[axis]
-            if now[axis] == R and mark not in (R, V) and (mark.kind != "S" or is_next(axis, mark)):
-                step(axis, mark)
-
-    def add_up(is_last: bool) -> None:
-        for axis in order:
-            mark = after[axis]
-            if now[axis] == P and mark != P:
-                if mark.kind != "S" or is_next(axis, mark):
-                    step(axis, mark)
-                elif is_last:
-                    step(axis, R)
-
-    cut()
-    add_up(False)
-    for axis in reversed(order):
-        mark, wanted = now[axis], after[axis]
-        if mark.kind == "S" and wanted.kind == "S":
-            if mark == wanted and is_nested_alike(axis, now, after):
-                continue
-            step(axis, wanted if mark != wanted and is_next(axis, wanted) else R)
-        elif mark.kind == "S" and wanted != V:
-            step(axis, wanted)
-    add_up(True)
-    cut()
-    return steps
-
-
-def is_nested_alike(axis: str, one: TensorPlacement, other: TensorPlacement) -> bool:
-    """Whether an axis that cuts the same dim in both cuts the same pieces."""
-    dim = one[axis].dim
-    assert dim is not None
-    first, second = one.axes_of(dim), other.axes_of(dim)
-    return first[: first.index(axis)] == second[: second.index(axis)]
 
 
 class MeshCost:
