@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,8 +97,7 @@ class TileSizes:
         return FEW_SPLIT if sequences <= _FEW and longest <= _SHORT else SPLIT
 
 
-@dataclass(frozen=True)
-class TokenSpan:
+class TokenSpan(NamedTuple):
     """New tokens of one sequence: those of an entry, or a part of them."""
 
     entry: Scheduled
@@ -110,6 +110,8 @@ class TokenSpan:
     @property
     def tokens(self) -> Sequence[int]:
         known = self.entry.request.tokens
+        if not self.entry.drafts:
+            return known[self.begin : self.end]
         first_draft = self.entry.start + self.entry.count
         drafts = self.entry.drafts[max(0, self.begin - first_draft) : max(0, self.end - first_draft)]
         return [*known[self.begin : min(self.end, first_draft)], *drafts]
@@ -160,6 +162,13 @@ def make_batch(
     begins: list[int] = []
     for piece in ordered:
         begins.append(len(tokens))
+        if piece.end - piece.begin == 1 and piece.wanted and not piece.entry.local:  # most of the time
+            at, pages = piece.begin, piece.entry.pages
+            wanted.append(len(tokens))
+            tokens += piece.tokens
+            positions.append(at)
+            places.append(pages[at // page_tokens] * page_tokens + at % page_tokens)
+            continue
         wanted += [len(tokens) + position - piece.begin for position in piece.wanted]
         tokens += piece.tokens
         positions += range(piece.begin, piece.end)

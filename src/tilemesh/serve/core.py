@@ -7,6 +7,7 @@ belongs to an answer beside its tokens: text, log-probabilities, and who is to b
 from __future__ import annotations
 
 import heapq
+import operator
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -345,72 +346,71 @@ class EngineCore:
         self, plan: StepPlan, logits: Mapping[str, RequestLogits]
     ) -> tuple[dict[str, list[int]], dict[str, list[TokenLogprobs]]]:
         """Tokens after each request's last token and its drafts, up to the first draft that was wrong."""
-        drawn: list[tuple[Scheduled, Tensor, range, list[TokenDraw]]] = []
+        drawn: list[DrawnRows] = []
         unsound: dict[int, set[int]] = {}
         for entry in plan.entries:
-            computed = logits.get(entry.request.name)
+            name = entry.request.name
+            computed = logits.get(name)
             if computed is None:
                 continue
-            self._keep_prompt_logprobs(entry, computed)
+            answer = self._live[name]
+            if answer.job.sampling.prompt_logprobs is not None:
+                self._keep_prompt_logprobs(entry, computed)
             if not entry.samples:
                 continue
             step_NV = computed.step_NV
-            rows = range(
-                computed.begin + entry.start + entry.count - 1 - computed.first, computed.begin + computed.count
-            )
+            first = computed.begin + entry.start + entry.count - 1 - computed.first
             if id(step_NV) not in unsound:
                 unsound[id(step_NV)] = set(unsound_rows(step_NV))
-            if not unsound[id(step_NV)].isdisjoint(rows):
-                self._end(self._live[entry.request.name], FinishReason.ERROR, UNSOUND)
+            bad = unsound[id(step_NV)]
+            if bad and not bad.isdisjoint(range(first, computed.begin + computed.rows)):
+                self._end(answer, FinishReason.ERROR, UNSOUND)
                 continue
             try:
                 allowed = self._allowed(entry)
                 if allowed and allowed[0] is not None and not bool(allowed[0].any()):
                     raise UsageError("no token of this vocabulary goes on as the regex or json_schema wants it")
             except UsageError as error:
-                self._end(self._live[entry.request.name], FinishReason.ERROR, str(error), refused=True)
+                self._end(answer, FinishReason.ERROR, str(error), refused=True)
                 continue
-            drawn.append((entry, step_NV, rows, self._drawings(entry, allowed)))
+            drawn.append(DrawnRows(first, entry, step_NV, self._drawings(entry, allowed)))
         # In the order of the rows, so that the step's logits need not be copied.
-        drawn.sort(key=lambda row_tokens: row_tokens[2].start)
+        drawn.sort(key=operator.itemgetter(0))
         sampled: dict[str, list[int]] = {}
-        wanted: dict[tuple[int, int], list[tuple[str, int, TokenDraw]]] = {}
-        tokens = iter(self._drawn_tokens(drawn))
-        for entry, step_NV, rows, drawings in drawn:
-            new = [next(tokens) for _ in drawings]
-            right = 0
-            while right < len(entry.drafts) and entry.drafts[right] == new[right]:
+        wanted: dict[tuple[int, int], list[DrawnRows]] = {}
+        tokens, at = self._drawn_tokens(drawn), 0
+        for rows in drawn:
+            drafts, right = rows.entry.drafts, 0
+            while right < len(drafts) and drafts[right] == tokens[at + right]:
                 right += 1
-            name = entry.request.name
-            sampled[name] = new[: right + 1]
+            name = rows.entry.request.name
+            sampled[name] = tokens[at : at + right + 1]
+            at += len(drafts) + 1
             top = self._live[name].job.sampling.logprobs
             if top is not None:
-                own = zip(range(rows.start, rows.start + right + 1), drawings, strict=False)
-                wanted.setdefault((id(step_NV), top), []).extend((name, row, drawing) for row, drawing in own)
-        return sampled, _logprobs({id(step_NV): step_NV for _, step_NV, _, _ in drawn}, wanted, sampled)
+                wanted.setdefault((id(rows.step_NV), top), []).append(rows)
+        return sampled, _logprobs(wanted, sampled)
 
-    def _drawn_tokens(self, drawn: Sequence[tuple[Scheduled, Tensor, range, list[TokenDraw]]]) -> list[int]:
-        drawings = [drawing for _, _, _, own in drawn for drawing in own]
+    def _drawn_tokens(self, drawn: Sequence[DrawnRows]) -> list[int]:
+        drawings = [drawing for rows in drawn for drawing in rows.drawings]
         if not drawings:
             return []
         if self.runner.invariant:
             # One row at a time: no kernel then sees how many rows there are.
-            each = [step_NV[row][None] for _, step_NV, rows, _ in drawn for row in rows]
+            each = [row_V[None] for rows in drawn for row_V in rows.logits_NV]
             return [draw_tokens(row, [drawing])[0] for row, drawing in zip(each, drawings, strict=True)]
-        step_NV = drawn[0][1]
-        if any(other_NV is not step_NV for _, other_NV, _, _ in drawn):
-            rows_NV = torch.cat([other_NV[rows.start : rows.stop] for _, other_NV, rows, _ in drawn])
-            return draw_tokens(rows_NV, drawings)
-        wanted = [row for _, _, rows, _ in drawn for row in rows]
-        if wanted != list(range(len(step_NV))):
-            step_NV = step_NV[torch.tensor(wanted, device=step_NV.device)]
-        return draw_tokens(step_NV, drawings)
+        step_NV = drawn[0].step_NV
+        if any(rows.step_NV is not step_NV for rows in drawn):
+            return draw_tokens(torch.cat([rows.logits_NV for rows in drawn]), drawings)
+        places = [rows.first + place for rows in drawn for place in range(len(rows.drawings))]
+        return draw_tokens(_rows_at(step_NV, places), drawings)
 
     def _allowed(self, entry: Scheduled) -> list[Tensor | None]:
         """The tokens that a constraint allows after the last token and after each draft; nothing without one."""
-        cursor, ends = self._live[entry.request.name].cursor, list(entry.request.ends)
+        cursor = self._live[entry.request.name].cursor
         if cursor is None:
             return []
+        ends = list(entry.request.ends)
         masks: list[Tensor | None] = []
         for after in cursor.ahead(entry.drafts):
             mask_V = None if after is None else torch.zeros(self.vocabulary, dtype=torch.bool)
@@ -428,6 +428,8 @@ class EngineCore:
         return TokenDraw(job.sampling, job.seed, answer.number, done, request.tokens, request.prompt)
 
     def _drawings(self, entry: Scheduled, allowed: Sequence[Tensor | None]) -> list[TokenDraw]:
+        if not entry.drafts and not allowed:
+            return [self._drawing(entry)]
         answer, request = self._live[entry.request.name], entry.request
         job, done = answer.job, len(request.tokens) - request.prompt + answer.drawn
         return [
@@ -518,18 +520,40 @@ class EngineCore:
             answer.job.tell(AnswerPart(answer.number, text, tokens, logprobs, reason, None, error, refused, version))
 
 
+class DrawnRows(NamedTuple):
+    """Rows of a step's logits that tokens of a request are drawn from."""
+
+    first: int
+    entry: Scheduled
+    step_NV: Tensor
+    drawings: list[TokenDraw]
+
+    @property
+    def logits_NV(self) -> Tensor:
+        return self.step_NV[self.first : self.first + len(self.drawings)]
+
+
+def _rows_at(step_NV: Tensor, places: list[int]) -> Tensor:
+    """These rows; where they are all, nothing is copied."""
+    is_all = len(places) == len(step_NV) and places == list(range(len(step_NV)))
+    return step_NV if is_all else step_NV[torch.tensor(places, device=step_NV.device)]
+
+
 def _logprobs(
-    steps: Mapping[int, Tensor],
-    wanted: Mapping[tuple[int, int], Sequence[tuple[str, int, TokenDraw]]],
-    sampled: Mapping[str, Sequence[int]],
+    wanted: Mapping[tuple[int, int], Sequence[DrawnRows]], sampled: Mapping[str, Sequence[int]]
 ) -> dict[str, list[TokenLogprobs]]:
     """Of the tokens that requests drew, all rows of a pass at once: row by row they would take longer than the pass."""
     logprobs: dict[str, list[TokenLogprobs]] = {}
-    for (step, top), rows in wanted.items():
-        places = torch.tensor([row for _, row, _ in rows], device=steps[step].device)
-        following = {name: iter(sampled[name]) for name, _, _ in rows}
-        tokens = [next(following[name]) for name, _, _ in rows]
-        each = logprobs_of(steps[step][places], tokens, top, [drawing for _, _, drawing in rows])
-        for (name, _, _), logprob in zip(rows, each, strict=True):
-            logprobs.setdefault(name, []).append(logprob)
+    for (_, top), some in wanted.items():
+        places, tokens, drawings, ends = list[int](), list[int](), list[TokenDraw](), list[tuple[str, int]]()
+        for first, entry, _, own in some:
+            new = sampled[entry.request.name]
+            places += range(first, first + len(new))
+            tokens += new
+            drawings += own if len(own) == len(new) else own[: len(new)]
+            ends.append((entry.request.name, len(tokens)))
+        each, at = logprobs_of(_rows_at(some[0].step_NV, places), tokens, top, drawings), 0
+        for name, end in ends:
+            logprobs[name] = each[at:end]
+            at = end
     return logprobs

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from tilemesh.core.errors import UsageError
@@ -120,11 +121,17 @@ class Sampling:
         for token, bias in self.logit_bias.items():
             _BIAS.check(f"logit_bias of token {token}", bias)
 
-    @property
+    @cached_property
     def changes_logits(self) -> bool:
         """Whether it asks for a bias or a penalty."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return bool(self.logit_bias) or penalties != (1, 0, 0)
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether tokens are drawn from the model's own distribution."""
+        filters = (self.temperature, self.top_p, self.min_p, self.top_k) != (1, 1, 0, 0)
+        return not filters and not self.changes_logits
 
 
 class RequestState(enum.Enum):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,8 +41,7 @@ _PACKED_SHARE = 0.25
 """Of a CPU's free memory: what weights in a second layout may take."""
 
 
-@dataclass(frozen=True)
-class RequestLogits:
+class RequestLogits(NamedTuple):
     """Logits after some tokens of one request, which stand one after the other."""
 
     first: int
@@ -49,12 +49,12 @@ class RequestLogits:
     step_NV: Tensor
     """All logits of the step, or of one pass of it."""
     begin: int
-    count: int
-    """Which rows of them are this request's."""
+    rows: int
+    """Which of them are this request's."""
 
     @property
     def logits_NV(self) -> Tensor:
-        return self.step_NV[self.begin : self.begin + self.count]
+        return self.step_NV[self.begin : self.begin + self.rows]
 
 
 def _memory_of(tensor: Tensor) -> tuple[object, ...]:

@@ -84,6 +84,10 @@ def unsound_rows(logits_NV: Tensor) -> list[int]:
 
 def draw_tokens(logits_NV: Tensor, drawings: Sequence[TokenDraw]) -> list[int]:
     """One token for each row, whose logits are finite."""
+    if all(drawing.sampling.is_plain and drawing.allowed_V is None for drawing in drawings):
+        wide = torch.promote_types(logits_NV.dtype, torch.float32)
+        tokens: list[int] = pick(torch.softmax(logits_NV.to(wide), -1), _uniform(drawings, logits_NV.device)).tolist()
+        return tokens
     rows_NV = _changed_rows(logits_NV, drawings)
     drawn = [index for index, drawing in enumerate(drawings) if drawing.sampling.temperature > 0]
     tokens_N = rows_NV.argmax(-1)
@@ -110,6 +114,8 @@ def _changes(drawing: TokenDraw) -> bool:
 
 def _is_changed(drawing: TokenDraw, vocabulary: int) -> bool:
     """Whether its token is drawn from something else than the model's own distribution."""
+    if drawing.sampling.is_plain:
+        return drawing.allowed_V is not None
     return drawing.sampling.temperature != 1 or _changes(drawing) or _filters(drawing.sampling, vocabulary)
 
 
@@ -159,7 +165,7 @@ def logprobs_of(
     if not drawings:
         return [TokenLogprobs(*entry) for entry in zip(tokens, owns, tops, strict=True)]
     if not any(_is_changed(drawing, own_NV.shape[1]) for drawing in drawings):
-        return [TokenLogprobs(*entry) for entry in zip(tokens, owns, tops, owns, tops, strict=True)]
+        return list(map(TokenLogprobs, tokens, owns, tops, owns, tops))
     sampled_NV, others = own_NV.clone(), list[int]()
     for index, drawing in enumerate(drawings):
         sampling = drawing.sampling
@@ -216,11 +222,13 @@ def _columns(by_token: Mapping[int, float], row_V: Tensor) -> tuple[Tensor, Tens
 
 
 def _draw(rows_NV: Tensor, drawings: Sequence[TokenDraw]) -> Tensor:
-    uniform_N = torch.tensor(
-        [keyed_uniform(drawing.seed, drawing.answer, drawing.number) for drawing in drawings], dtype=torch.float64
-    )
     shares_NV = _drawn_shares(rows_NV, [drawing.sampling for drawing in drawings])
-    return pick(shares_NV, uniform_N.to(rows_NV.device))
+    return pick(shares_NV, _uniform(drawings, rows_NV.device))
+
+
+def _uniform(drawings: Sequence[TokenDraw], device: torch.device) -> Tensor:
+    each = [keyed_uniform(drawing.seed, drawing.answer, drawing.number) for drawing in drawings]
+    return torch.tensor(each, dtype=torch.float64).to(device)
 
 
 def _drawn_shares(rows_NV: Tensor, samplings: Sequence[Sampling]) -> Tensor:

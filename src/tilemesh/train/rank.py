@@ -114,6 +114,7 @@ def main(argv: Sequence[str], here: Callable[..., Result] | None = None) -> int:
     my_status().at("connecting")
     comm = connect(timeout_s=config.train.timeout_s)
     comm.watch.process.tell_waits(print_line)
+    gc.freeze()  # what was imported stays: no collection need look at it
     again = int(os.environ.get(ATTEMPT_VARIABLE, "0")) > 0
     (here or train_here)(
         config,
