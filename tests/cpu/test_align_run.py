@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from tilemesh.runs.names import FEEDBACK, METRICS, ROLLOUTS, SAMPLES
 from tilemesh.runs.reader import open_checkpoint
 from tilemesh.serve.engine import Engine
 from tilemesh.serve.request import Sampling
+from tilemesh.serve.runner import Runner
 from tilemesh.train.export import export
 
 QUICK = (
@@ -133,6 +134,23 @@ def test_answers_after_an_update_are_those_of_a_fresh_engine_bit_for_bit(start: 
     assert rollout.tokens.tolist() == tokens
     assert rollout.logprobs[rollout.trainable].tolist() == sampled
     assert set(rollout.versions[rollout.trainable]) == {5}
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=2", "dp=2,zero=1"])
+def test_an_update_copies_nothing_to_an_engine_on_the_same_weights(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mesh: str
+) -> None:
+    """Neither with whole weights nor with a rank's part of them, which stay one memory through the steps."""
+    copied, real = list[int](), Runner.write_weights
+
+    def write(self: Runner, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        given, own = dict(tensors), dict(self.model.named_parameters())
+        copied.append(sum(tensor.nbytes for name, tensor in given.items() if tensor.data_ptr() != own[name].data_ptr()))
+        real(self, given.items())
+
+    monkeypatch.setattr(Runner, "write_weights", write)
+    on_ranks(made(start, "train.steps=2", mesh=mesh), start, tmp_path / "run")
+    assert copied == [0] * 6  # of two ranks, before both steps and a last look
 
 
 @pytest.mark.parametrize(

@@ -104,11 +104,13 @@ class Generator(EngineSeat):
         meta = torch.device("meta")
         part = lay_beside(Transformer(config, device=meta, dtype=dtype), laid, meta)
         weights = dict(self._local_weights())
-        if all(tensor.dtype == dtype for tensor in weights.values()) and not self._adapted:
+        is_shared = all(tensor.dtype == dtype for tensor in weights.values()) and not self._adapted
+        if is_shared:
             _share(part.model, weights)
         else:
             give_memory(part.model, self.device, together=True)
-        part.model.eval().requires_grad_(False)
+        # Parts of matrices do not lie together as groups of products would lay them: they stay where they are stepped.
+        part.model.eval().requires_grad_(is_shared and laid.mesh.tp.size > 1)
         if laid.mesh.tp.index:
             self._runner = following_runner(part, self.device, engine.invariant, engine.packed)
             return

@@ -24,7 +24,9 @@ from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.errors import UsageError
 from tilemesh.data.corpus import chat_template_of, tokenizer_of
 from tilemesh.model.families.book import read_config
+from tilemesh.model.fresh import grouped_parameters
 from tilemesh.model.packed import without_onednn
+from tilemesh.model.programs.group import put_together
 from tilemesh.model.programs.program import Use
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.apply import lay_beside
@@ -74,6 +76,9 @@ class FeedbackLessons(Lessons):
         return f"{self.align}" if self.prompts is None else self.prompts.fingerprint()
 
     def extend(self, model: Transformer) -> None:
+        # As an engine reads them: it can then share their memory, and an update copies nothing.
+        for parts in grouped_parameters(model) if not self.config.lora.rank else ():
+            put_together(parts)
         if self.align.has_value_head:
             (add_critic if self.align.critic == "own" else add_value_head)(model)
 

@@ -94,6 +94,13 @@ def give_memory(model: nn.Module, device: torch.device | str, *, together: bool 
                 holder.register_parameter(name, nn.Parameter(empty, requires_grad=part.requires_grad))
 
 
+def grouped_parameters(model: nn.Module) -> Iterator[list[nn.Parameter]]:
+    """Those that lie in one storage where a model's memory is given `together`."""
+    for holders in _groups(model):
+        names = [name for name, held in holders[0]._parameters.items() if held is not None]
+        yield from ([holder.get_parameter(name) for holder in holders] for name in names)
+
+
 def _empty_like(parts: list[nn.Parameter], device: torch.device | str) -> Sequence[Tensor]:
     """Memory for these, several of them under one another."""
     first = parts[0]

@@ -156,14 +156,20 @@ def lay_together(layers: Sequence[Linear], kind: MatrixKind) -> Linear:
     has_bias = all(layer.bias is not None for layer in layers)
     together = make_linear(layers[0].in_features, outputs, has_bias, kind=kind, device="meta")
     for name in [name for name, value in together._parameters.items() if value is not None]:
-        parts = [layer.get_parameter(name) for layer in layers]
-        values = as_one(parts)
-        if values is None:
-            values = torch.cat([part.detach() for part in parts])
-            for part, rows in zip(parts, torch.split(values, [len(part) for part in parts]), strict=True):
-                part.data = rows
+        values = put_together([layer.get_parameter(name) for layer in layers])
         together.register_parameter(name, nn.Parameter(values, requires_grad=False))
     return together
+
+
+@torch.no_grad()
+def put_together(parts: Sequence[nn.Parameter]) -> Tensor:
+    """One tensor of these parameters' rows, which become parts of its memory if they are not yet."""
+    values = as_one(parts)
+    if values is None:
+        values = torch.cat([part.detach() for part in parts])
+        for part, rows in zip(parts, torch.split(values, [len(part) for part in parts]), strict=True):
+            part.data = rows
+    return values
 
 
 def as_one(parts: Sequence[Tensor]) -> Tensor | None:
