@@ -22,14 +22,14 @@ from tilemesh.align.turns import AnswerTurns, rollout_of
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.shard import share
 from tilemesh.launch.board import my_status
-from tilemesh.parallel.agree import everyones, tell
+from tilemesh.parallel.agree import everyones, tell, tell_bytes
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.whole import handed_around
 from tilemesh.train.memory import peak_bytes
 from tilemesh.train.record import Recorder
 
 
-class Asked(NamedTuple):
+class PromptBatch(NamedTuple):
     """Prompts of a batch, by their place; or those that are held out."""
 
     first: int
@@ -63,16 +63,16 @@ class Answers:
     def __init__(self, align: FeedbackConfig, turns: AnswerTurns, rewards: Rewards, recorder: Recorder) -> None:
         self.align, self.turns, self.rewards, self.timed = align, turns, rewards, PhaseClock(recorder)
 
-    def draw(self, asked: Asked, part: int, parts: int) -> bytes:
+    def draw(self, batch: PromptBatch, part: int, parts: int) -> bytes:
         """One part of the prompts, answered and verified; empty where there is none."""
-        prompts = asked.prompts(self.turns.prompts)
+        prompts = batch.prompts(self.turns.prompts)
         begin, count = share(len(prompts), parts, part)
         mine = prompts[begin : begin + count]
         if not mine:
             return b""
         with self.timed("rollout"):
-            drawn = self.turns.draw(mine, asked.answers)
-        group = [begin + place for place in range(count) for _ in range(asked.answers)]
+            drawn = self.turns.draw(mine, batch.answers)
+        group = [begin + place for place in range(count) for _ in range(batch.answers)]
         rollout = rollout_of(drawn, group, self.align.temperature)
         with self.timed("reward"):
             paid = self.rewards.verify([each.item for each in drawn])
@@ -88,13 +88,13 @@ class AnswerDrawing:
         self._raw = b""
         self._version = 0  # of the weights that engines elsewhere have
 
-    def begin(self, asked: Asked, version: int) -> None:
+    def begin(self, batch: PromptBatch, version: int) -> None:
         """With the weights of now, which are this version (a collective call)."""
         with self.answers.timed("weight sync"):
             self.generator.update(version)
         dp = self.mesh.dp
         with self.generator.together() as asks:
-            self._raw = self.answers.draw(asked, dp.index, dp.size) if asks else b""
+            self._raw = self.answers.draw(batch, dp.index, dp.size) if asks else b""
 
     def finish(self) -> list[bytes]:
         """What was begun, in the order of prompts (a collective call)."""
@@ -111,11 +111,11 @@ class AnswerDrawing:
 class RemoteDrawing(AnswerDrawing):
     """By ranks that do nothing else, beside which the others go on."""
 
-    def begin(self, asked: Asked, version: int) -> None:
+    def begin(self, batch: PromptBatch, version: int) -> None:
         with self.answers.timed("weight sync"):
             weights = self.generator.whole_weights() if version != self._version else None
             if self.link is not None:
-                tell(self.link, json.dumps({"asked": asked, "version": version, "sends": version != self._version}))
+                tell(self.link, json.dumps({"batch": batch, "version": version, "sends": version != self._version}))
                 if version != self._version:
                     for _ in handed_around(self.link, weights, 0):
                         pass
@@ -124,11 +124,8 @@ class RemoteDrawing(AnswerDrawing):
     def finish(self) -> list[bytes]:
         with self.answers.timed("rollout"):
             pieces = everyones(self.link, b"")[1:] if self.link is not None else []
-        (told,) = everyones(self.mesh.comm, json.dumps([len(each) for each in pieces]).encode())[:1]
-        joined = everyones(self.mesh.comm, b"".join(pieces))[0]
-        sizes = json.loads(told)
-        ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
-        return [joined[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+        count = int(tell(self.mesh.comm, str(len(pieces))))
+        return [tell_bytes(self.mesh.comm, pieces[place] if pieces else b"") for place in range(count)]
 
     def memory(self) -> dict[str, list[int]]:
         if self.link is None:
@@ -157,4 +154,4 @@ def serve_answers(link: Communicator, engine: RolloutEngine, answers: Answers, b
         if told["sends"]:
             engine.update(dict(handed_around(link, None, 0)), told["version"])
         my_status().at(f"drawing answers with weights of version {told['version']}")
-        everyones(link, answers.draw(Asked(*told["asked"]), link.rank - 1, link.size - 1))
+        everyones(link, answers.draw(PromptBatch(*told["batch"]), link.rank - 1, link.size - 1))

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tilemesh.align import checks
 from tilemesh.align.config import AlignConfig
-from tilemesh.align.drawing import AnswerDrawing, Asked
+from tilemesh.align.drawing import AnswerDrawing, PromptBatch
 from tilemesh.align.formulas import advantages
 from tilemesh.align.formulas.algorithms import BASELINES
 from tilemesh.align.formulas.rollout import LENGTH, Floats, Rollout, Whole, join
@@ -127,7 +127,7 @@ class RolloutSource(Source):
             return
         self._finish_drawing()
         seconds = dict(self._timed.seconds)  # an evaluation is no part of a step
-        self.drawing.begin(Asked(0, len(prompts), self.align.pass_k, True), self._steps_done + 1)
+        self.drawing.begin(PromptBatch(0, len(prompts), self.align.pass_k, True), self._steps_done + 1)
         rollout, parts, _ = self._paid(self.drawing.finish())
         self._timed.seconds = seconds
         paid = rollout.reward.reshape(len(prompts), -1)
@@ -195,7 +195,7 @@ class RolloutSource(Source):
 
     def _begin(self, iteration: int, version: int) -> None:
         self._begun = (iteration, version)
-        self.drawing.begin(Asked(iteration * self.align.prompts, self.align.prompts, self.align.answers), version)
+        self.drawing.begin(PromptBatch(iteration * self.align.prompts, self.align.prompts, self.align.answers), version)
 
     def _collected(self) -> list[bytes]:
         pieces, self._pieces = self._pieces, None

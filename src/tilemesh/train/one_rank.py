@@ -20,7 +20,6 @@ from tilemesh.comm.runtime.mirror import mirror
 from tilemesh.core.calibration import Rates
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import Cluster, device_for, parse_cluster
-from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.ranges import Range
 from tilemesh.core.step.program import settled
 from tilemesh.measure.machine import stamp, this_machine, usable_gpus
@@ -37,6 +36,7 @@ from tilemesh.train.loop import WARM_UP_STEPS
 from tilemesh.train.memory import peak_bytes
 from tilemesh.train.predict import estimator
 from tilemesh.train.rank import RankTask, choose_device, make_loop
+from tilemesh.train.rows import layout_case
 
 STEPS = WARM_UP_STEPS + 3
 """Those that compile and take memory are not measured."""
@@ -147,7 +147,8 @@ def _draw_here(layers: int, laid: Laid) -> None:
 
 def _rows(job: RankOfMany, computing: Sample, peak: int) -> list[Row]:
     plan = job.predicted.plan
-    case = {**_case(plan), "rank": job.rank, "batch": plan.batch, "context": job.config.context}
+    case = {**layout_case(plan), "precision": plan.precision, "ranks": plan.world, "rank": job.rank}
+    case |= {"batch": plan.batch, "context": job.config.context}
     added = job.beside_s
     step = Sample(computing.median + added, computing.p20 + added, computing.p80 + added, computing.n)
     limit_s = job.predicted.hardware_flops / job.predicted.peak_flops_per_s
@@ -166,11 +167,3 @@ def _rows(job: RankOfMany, computing: Sample, peak: int) -> list[Row]:
         )
         for name, unit, guess, measured, limit, missing in figures
     ]  # fmt: skip
-
-
-def _case(plan: ParallelPlan) -> dict[str, int | str]:
-    """What of the layout is not off."""
-    sizes = {name: size for name, size in plan.axes.items() if size > 1}
-    more = {name: value for name in ("ep", "zero") if (value := getattr(plan, name)) > (name == "ep")}
-    schedule = {"schedule": plan.schedule_name} if plan.pp > 1 else {}
-    return {**sizes, **more, **schedule, "precision": plan.precision, "ranks": plan.world}

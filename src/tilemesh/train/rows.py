@@ -127,8 +127,8 @@ def least_exchange_share(summary: Mapping[str, Any]) -> float:
     return min(1.0, *(float(rank["exchange_s"] + rank["idle_s"]) / float(rank["step_s"]) for rank in ranks))
 
 
-def _case(summary: Mapping[str, Any], plan: ParallelPlan) -> dict[str, Any]:
-    """What sets a run apart from others; what is off is left out."""
+def layout_case(plan: ParallelPlan) -> dict[str, Any]:
+    """What sets a layout apart from others; what is off is left out."""
     laid: dict[str, Any] = {"dp": plan.dp, "tp": plan.tp}
     if plan.pp > 1:
         laid |= {"pp": plan.pp, "schedule": plan.schedule_name}
@@ -136,10 +136,16 @@ def _case(summary: Mapping[str, Any], plan: ParallelPlan) -> dict[str, Any]:
         laid |= {"cp": plan.cp, "exchange": plan.cp_exchange}
     if plan.ep > 1:
         laid["ep"] = plan.ep
-    if summary.get("force_balance"):
-        laid["routing"] = "forced balance"
     if plan.zero:
         laid["zero"] = plan.zero
+    return laid
+
+
+def _case(summary: Mapping[str, Any], plan: ParallelPlan) -> dict[str, Any]:
+    """The same of a run."""
+    laid = layout_case(plan)
+    if summary.get("force_balance"):
+        laid["routing"] = "forced balance"
     if servers := summary.get("method", {}).get("servers"):
         laid["servers"] = len(servers)
     names = {"ranks": "world", "cores": "cores", "batch": "batch", "context": "context"}
