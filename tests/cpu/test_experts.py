@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tilemesh.comm import connect, run_threads
+from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.compress.quantize import quantize
 from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan
@@ -38,8 +39,10 @@ from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.metrics import latest
 from tilemesh.serve import Engine, Sampling
 from tilemesh.train.check import check_init
+from tilemesh.train.config import LoopConfig, TrainConfig
 from tilemesh.train.load import load
 from tilemesh.train.rank import train_here
+from tilemesh.train.source import next_token
 
 SETTINGS: dict[str, Any] = {
     "layers": 2, "width": 16, "heads": 4, "kv_heads": 2, "vocabulary": 40, "context": 32, "norm": "rmsnorm",
@@ -301,6 +304,35 @@ def test_the_gate_has_idle_and_overloaded_experts() -> None:
         parts = [part.bincount(minlength=8) for part in picked.tensor_split(8)]  # of 4 replicas, twice
         assert any((counts == 0).any() for counts in parts)
         assert max(float(counts.max() / counts.sum()) for counts in parts) > 3 / 8  # of 2/8 were all alike
+
+
+def test_compiled_experts_are_those_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs end where a layer's experts begin, and begin behind them; other loads are no reason to compile again."""
+    compiling, graphs, known = torch.compile, [], []
+
+    def counted(graph: torch.fx.GraphModule, example: object) -> object:
+        graphs.append(graph)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", lambda function: compiling(function, backend=counted))
+    config = MODELS["experts"].replace(layers=1, dense_layers=(), dense_width=0, dropout=0.0)
+
+    def step_figures(comm: Communicator, is_compiled: bool) -> list[float]:
+        model = Transformer(config, seed=1, dtype=torch.float64)
+        laid = lay(model, Mesh(comm), ParallelPlan(precision="fp64"))
+        run = TrainConfig(config, train=LoopConfig(compile=is_compiled))
+        loss, figures = next_token(run, laid).loss, []
+        for shift in (0, 7):
+            tokens = (torch.arange(20) + shift).view(2, 10)
+            laid.gradients.backward(*loss(tokens, tokens))
+            done = laid.gradients.finish(1.0)
+            figures += [float(done.loss), float(done.norm)]
+            known.append(len(graphs))
+        return figures
+
+    plain, compiled = (run_threads(1, lambda comm, way=way: step_figures(comm, way))[0] for way in (False, True))
+    assert compiled == pytest.approx(plain, rel=1e-12)
+    assert known[0] == known[1] == 0 < known[2] == known[3]
 
 
 def test_runs_with_experts_shared_out_go_on_in_any_layout(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ BEYOND_PAIRS = (
     "plan.pp=2,plan.schedule=zb-v,plan.offload=weights", "plan.schedule=pipedream", "plan.attention=materialized",
     "train.context=999", "sample.prompt=", "plan.pp=2,plan.schedule=terapipe,plan.slices=200",
     "plan.cp=4,train.context=3", "plan.cp=4,plan.pp=2,plan.schedule=terapipe,plan.slices=64",
-    "train.compile=true,plan.cp=2,plan.recompute=operators",
+    *(f"train.compile=true,{cut},plan.recompute=operators" for cut in ("plan.cp=2", "model.experts=4")),
     *(
         f"{waits},{missing}=0"
         for waits in ("evaluate.patience=2", "checkpoint.keep_best=true")

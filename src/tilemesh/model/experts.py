@@ -224,6 +224,11 @@ class Experts(nn.Module):
             y_BTD = y_BTD + shared_BTD
         return y_BTD if loss is None else RoutedOutput(y_BTD, loss)
 
+    def stay_out_of_graphs(self) -> None:
+        """Under torch.compile: how many rows each expert takes differs by step, and is asked for or exchanged."""
+        apart: Any = torch.compiler.disable
+        self.forward = apart(self.forward)  # type: ignore[method-assign]
+
     def _shared(self, x_BTD: Tensor) -> Tensor:
         """What the expert of all tokens gives."""
         assert self.shared is not None

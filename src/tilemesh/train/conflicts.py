@@ -207,17 +207,16 @@ OF_CONFIG: tuple[Row, ...] = (
         "model.balance_loss=0 or plan.slices=1",
     ),
     # Compiled code.
-    _pair(_EXPERTS, _COMPILE, f"{_LOADS}, and its products would be compiled anew for each number"),
     *(
         row(
             f"train.compile plan.recompute {axis.setting}",
             lambda config, axis=axis: (  # type: ignore[misc]
                 _COMPILE.is_on(config) and config.plan.recompute == "operators" and axis.is_on(config)
             ),
-            "exchanges cut a layer's graph, and a compiler chooses what it keeps within one graph",
+            "exchanges and experts cut a layer's graph, and a compiler chooses what it keeps within one graph",
             "train.compile=false or plan.recompute=full",
         )
-        for axis in (_TP, _CP)
+        for axis in (_TP, _CP, _EXPERTS)
     ),
     # Pipelines that update weights while microbatches are under way.
     _pair(_VERSIONS, _CLIP, "no rank knows the norm of the whole gradient at an update"),

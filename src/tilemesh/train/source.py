@@ -21,6 +21,7 @@ from tilemesh.data.order import rows_of
 from tilemesh.data.samples import IGNORED, SamplePair, held_out_samples, train_mixture
 from tilemesh.data.stream import Corpus
 from tilemesh.data.tokenizer import Bytes, Unknown
+from tilemesh.model.experts import Experts
 from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Axis
 from tilemesh.parallel.pipeline import Pipeline
@@ -83,6 +84,9 @@ def next_token(config: TrainConfig, laid: Laid) -> Objective:
         return Objective(laid.loss, laid.loss)
     if config.plan.tp * config.plan.cp > 1:
         laid.seams.stay_out_of_graphs()
+    for module in laid.module.modules():
+        if isinstance(module, Experts):
+            module.stay_out_of_graphs()
     # A layer's number is a constant of its code where it is read (dropout, slices), beside what is added before it and
     # whether gradients are kept. What is beyond the limit torch would run as it is.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * config.model.layers)
