@@ -140,7 +140,7 @@ def against_brute_force(seed: int) -> None:
 
 
 @needs_scipy
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(2))
 def test_integer_programming_finds_what_brute_force_finds(part: int) -> None:
     for seed in range(10 * part, 10 * part + 10):
         against_brute_force(seed)
@@ -249,6 +249,7 @@ def test_memory_decides_between_copies_of_weights_and_fsdp() -> None:
     assert {alike[name] for name in alike if name.startswith("layers.")} == {"R"}, "small weights: plain DDP"
 
 
+@pytest.mark.slow
 @needs_scipy
 def test_on_two_axes_megatron_and_fsdp_are_found_together() -> None:
     """Where memory is short every weight is cut by both axes: by tp as Megatron has it, by dp along the other dim (axes
@@ -411,10 +412,10 @@ def test_a_cut_into_stages_takes_on_a_pipeline_what_was_predicted() -> None:
     assert plan.chunk_layers == cut.layers
 
 
-@needs_scipy
 def test_stages_of_placed_layers_on_two_kinds_of_gpu() -> None:
     """Two H100 and two T4: each kind has a stage of its own, the faster one more layers."""
-    stage_s = placed_stage_s(lambda layers: transformer(layers, 8, 128, 1024, 4096, 8), ["h100"] * 2 + ["t4"] * 2)
+    devices = ["h100"] * 2 + ["t4"] * 2
+    stage_s = placed_stage_s(lambda layers: transformer(layers, 8, 128, 1024, 4096, 8), devices, "greedy")
     cut = cut_stages(4, 4, 16, stage_s, sizes=(2,))
     assert cut.ranks == (2, 2)
     assert cut.layers[0] > cut.layers[1]

@@ -64,8 +64,11 @@ def place_program(graph: Graph, model: Any, words: PlacingWords) -> tuple[Placed
     axes = read_axes(words.mesh)
     cluster = parse_cluster(f"{ranks_of(axes)}x{words.device}")
     limit = parse_bytes(words.memory) if words.memory is not None else cluster.device.usable_bytes
-    space = PlacementSpace(graph, MeshCost(axes, cluster), carried, limit_bytes=limit)
-    problem = space.problem.fixed(space.pinned(read_pins(words.pin, graph)))
+    pins = read_pins(words.pin, graph)
+    results = {f"output{number}": node for number, node in enumerate(graph.outputs)}
+    ends = {results[name]: placement for name, placement in pins.items() if name in results}
+    space = PlacementSpace(graph, MeshCost(axes, cluster), carried, limit_bytes=limit, ends=ends)
+    problem = space.problem.fixed(space.pinned({name: pins[name] for name in pins if name not in results}))
     answers = race(problem, tuple(CHOOSERS) if words.choose == "all" else (words.choose,))
     if answers[0].choice is None:
         raise refusal(problem, words.choose)

@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from tilemesh.core.errors import UsageError
 from tilemesh.core.tensor_placement import P, R, S, TensorPlacement, V
@@ -21,7 +22,7 @@ from tilemesh.graph.ir import Graph, Node, ordered, users
 from tilemesh.plan.place.cost import MeshCost
 from tilemesh.plan.place.problem import Moment, PlacementProblem, Transfer
 from tilemesh.plan.place.propagate import PlacedExchange, PlacedGraph, name_of
-from tilemesh.plan.place.rules import ELEMENTWISE, Before, Way, sized, ways
+from tilemesh.plan.place.rules import ELEMENTWISE, Before, OpaqueRule, Way, sized, ways
 
 Choice = tuple[tuple[TensorPlacement, ...], TensorPlacement]
 """As what an operator takes its inputs, and what it gives."""
@@ -33,13 +34,20 @@ _FOLLOWING = ("reshape", "transpose", "slice", "pad", "reverse", "sum", "amax", 
 
 
 class PlacementSpace:
-    """All placements of a graph that are considered. `carried`: outputs that replace inputs, such as new weights."""
+    """All placements of a graph that are considered.
+
+    `carried`: outputs that lie as inputs do, such as new weights; `in_place`: they take no memory of their own. `ends`:
+    outputs that are wanted in a placement. `opaque`: ways of operators of torch's own.
+    """
 
     def __init__(
         self, graph: Graph, cost: MeshCost, carried: Mapping[Node, Node] | None = None, is_shared: bool = True,
-        limit_bytes: float = math.inf,
+        limit_bytes: float = math.inf, *, in_place: bool = True,
+        ends: Mapping[Node, TensorPlacement] = MappingProxyType({}),
+        opaque: Mapping[str, OpaqueRule] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         self.graph, self.cost, self.carried = graph, cost, dict(carried or {})
+        self.in_place, self.ends, self.opaque = in_place, ends, opaque
         self.order = _scheduled(graph)
         self.readers = users(self.order)
         self._free = self._constants()
@@ -138,7 +146,9 @@ class PlacementSpace:
             further = []
             for taken, given in found:
                 before = self._pieces(node, taken, given)
-                options = _input_ways(node, ranks, before) if node.op == "input" else ways(node, ranks, before)
+                options = (
+                    _input_ways(node, ranks, before) if node.op == "input" else ways(node, ranks, before, self.opaque)
+                )
                 for way in filter(allowed, options):
                     inputs = tuple(old.put(axis, new) for old, new in zip(taken, way.inputs, strict=True))
                     further.append((inputs, given.put(axis, way.output)))
@@ -149,7 +159,7 @@ class PlacementSpace:
         """The way that takes one input as it lies; along axes where there is none, that takes all whole."""
         taken, given = (TensorPlacement(),) * len(node.inputs), TensorPlacement()
         for axis, ranks in self.cost.axes:
-            options = ways(node, ranks, self._pieces(node, taken, given))
+            options = ways(node, ranks, self._pieces(node, taken, given), self.opaque)
             fits = [way for way in options if way.inputs[leader] == placement[axis] and way.output != V]
             way = min(fits, key=lambda way: way.inputs.count(P), default=options[0])
             taken = tuple(old.put(axis, new) for old, new in zip(taken, way.inputs, strict=True))
@@ -211,7 +221,7 @@ class PlacementSpace:
             kind = self.kind[self.carried[node]]
             return self.variable[kind], tuple(given for _, given in self.choices[kind])
         kind = self.kind[node]  # whoever gets it wants the sum
-        return self.variable[kind], tuple(_summed(given) for _, given in self.choices[kind])
+        return self.variable[kind], tuple(self.ends.get(node, _summed(given)) for _, given in self.choices[kind])
 
     def _transfers(self) -> tuple[tuple[Transfer, ...], dict[tuple[Node, int], list[tuple[int, int]]]]:
         found: dict[object, int] = {}
@@ -275,7 +285,7 @@ class PlacementSpace:
         for place, node in enumerate(self.order):
             if node.op == "input" or node in self._free:
                 continue
-            if self._has_memory(node) and node not in self.carried:
+            if self._has_memory(node) and not (self.in_place and node in self.carried):
                 living[self.kind[node]] += 1
             copies = tuple(each for slot in range(len(node.inputs)) for each in slots.get((node, slot), ()))
             same = moments.setdefault((self.kind[node], copies), [])
@@ -291,9 +301,8 @@ class PlacementSpace:
     # From and to placements -----------------------------------------------------------------------------------------
 
     def pinned(self, pins: Mapping[str, TensorPlacement]) -> dict[int, list[int]]:
-        """The choices that are left to each variable where these inputs, or outputs, lie so."""
+        """The choices that are left to each variable where these inputs lie so."""
         names = {node["name"]: node for node in self.graph.inputs}
-        names |= {f"output{number}": node for number, node in enumerate(self.graph.outputs)}
         left: dict[int, list[int]] = {}
         for name, placement in pins.items():
             if names[name] not in self.kind:
