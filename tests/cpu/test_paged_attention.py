@@ -15,7 +15,7 @@ from tilemesh.core.errors import UsageError
 from tilemesh.kernels.accuracy import excess
 from tilemesh.kernels.launch.call import Place
 from tilemesh.kernels.launch.program import Operand, compile_step
-from tilemesh.kernels.paged_attention import kernel, store
+from tilemesh.kernels.paged_attention import cpu, kernel, store
 from tilemesh.kernels.paged_attention.codes import CODES, put_pages, take_pages
 from tilemesh.kernels.paged_attention.reference import error_bound, exact, paged_attention
 from tilemesh.kernels.paged_attention.store import store_pages
@@ -103,6 +103,34 @@ def test_keys_and_values_in_8_bits_are_what_their_codes_mean(
         assert excess(found, want, bound) is None
     with pytest.raises(UsageError, match="expected int8 or uint8"):
         paged_attention(q, *coded, tables, tiles, scales[0], None, **options)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "width", "window", "cap"),
+    [(2, 1, 16, 0, 0.0), (1, 3, 20, 0, 0.0), (3, 2, 64, 37, 0.0), (2, 2, 33, 5, 0.8), (1, 1, 1, 0, 0.0)],
+)
+@pytest.mark.parametrize("threads", [1, 8])
+def test_a_cpus_own_function_for_decoding_is_within_the_bound(
+    kv_heads: int, group: int, width: int, window: int, cap: float, threads: int
+) -> None:
+    """With more threads than sequences heads are shared out too, and a token's bits are the same."""
+    if cpu.library() is None:
+        pytest.skip("no C compiler here")
+    sequences = tuple((before, 1) for before in (0, 1, 2, 6, 7, 8, 63, 130))
+    q, keys, values, tables, tiles = make(sequences, kv_heads, group, width, torch.float32, 1)
+    assert cpu.serves_decoding(q, torch.stack((keys, values)))
+    options = {"longest": 131, "window": window, "cap": cap}
+    given = (q, keys, values, tables, tiles)
+    positions = torch.tensor([before for before, _ in sequences])
+    was = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        found = cpu.attend_decoding(q, keys, values, tables.long(), positions, 131, window, cap)
+    finally:
+        torch.set_num_threads(was)
+    assert excess(found, exact(*given, **options), error_bound(*given, **options)) is None
+    alone = cpu.attend_decoding(q[3:4], keys, values, tables[3:4].long(), positions[3:4], 7, window, cap)
+    assert torch.equal(alone[0], found[3])
 
 
 @pytest.mark.parametrize("split", [0, 64])

@@ -1,9 +1,9 @@
 """Keys and values in pages, and attention over them: the cache that a model is given when it serves.
 
 The one idea: the pool of a layer is one tensor of places, a page being `page_tokens` of them in a row. New keys and
-values are written to their places. On a GPU our kernel then reads the pages where they lie. In plain torch the pages of
-a group of sequences are gathered into one padded tensor: that reads and writes every byte once more; on two cores it is
-a third of the attention's own time (docs/serve/LOG.md), and one call for many sequences saves more than that.
+values are written to their places. On a GPU our kernel then reads the pages where they lie, and so does a CPU's for
+sequences that decode in float32. Otherwise, in plain torch, the pages of a group of sequences are gathered into one
+padded tensor: that reads and writes every byte once more (docs/serve/LOG.md).
 In 8 bits, keys and values are codes with a scale for each token and head; torch's path decodes what it gathers.
 
 R: sequences of a group; T: new tokens of each; S: tokens attended to; H: query heads; K: key and value heads;
@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.paged_attention.codes import CODES, put_pages, take_pages
+from tilemesh.kernels.paged_attention.cpu import attend_decoding, serves_decoding
 from tilemesh.kernels.paged_attention.reference import paged_attention, prompt_tile
 from tilemesh.kernels.paged_attention.store import store_pages
 from tilemesh.model.attend_alone import attend_in_blocks
@@ -205,6 +206,12 @@ class PagedKeyValues:
         for group in batch.groups:
             rows = slice(group.begin, group.begin + group.rows * group.tokens)
             q_RTHE = q_BTHE[0, rows].view(group.rows, group.tokens, *q_BTHE.shape[2:])
+            if group.tokens == 1 and not self.invariant and not self.code and serves_decoding(q_RTHE, stored.held):
+                keys, values = stored.held
+                y_THE[rows] = attend_decoding(
+                    q_RTHE[:, 0], keys, values, group.pages_RP, batch.positions_1T[0, rows], group.keys, window, cap
+                )
+                continue
             attend = self._attend_in_blocks if self.invariant else _attend_together
             y_THE[rows] = attend(group, q_RTHE, stored, window, cap).flatten(0, 1)
         return y_THE[None]

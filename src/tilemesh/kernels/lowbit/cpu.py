@@ -40,7 +40,7 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         made = build_library("lowbit", _SOURCE.read_text(), ("-O3", *_FINITE, NATIVE, "-fopenmp"))
-        for path in _openmp():
+        for path in loaded_openmp():
             ctypes.CDLL(path, mode=os.RTLD_GLOBAL)
         loaded = ctypes.CDLL(str(made), mode=os.RTLD_NOW)
         loaded.product.argtypes = [ctypes.c_void_p] * 10 + [ctypes.c_long] * 6
@@ -51,7 +51,7 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
-def _openmp() -> list[str]:
+def loaded_openmp() -> list[str]:
     """OpenMP's library that this process has loaded with torch."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return sorted({line.split(maxsplit=5)[5] for line in lines if "libgomp" in line or "libiomp5" in line})
