@@ -53,10 +53,19 @@ def prompts_of(count: int, longest: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "width", "group", "window"),
-    [(torch.bfloat16, 64, 8, 0), (torch.bfloat16, 128, 4, 200), (torch.float16, 128, 1, 0), (torch.float32, 64, 2, 0)],
+    ("dtype", "width", "group", "window", "cap"),
+    [
+        (torch.bfloat16, 64, 8, 0, 0.0),
+        (torch.bfloat16, 128, 4, 200, 2.0),
+        (torch.float16, 128, 1, 0, 0.0),
+        (torch.float32, 64, 2, 0, 0.0),
+        (torch.bfloat16, 256, 2, 0, 50.0),
+        (torch.float32, 64, 2, 200, 3.0),
+    ],
 )
-def test_attention_over_pages_is_within_its_bound(dtype: torch.dtype, width: int, group: int, window: int) -> None:
+def test_attention_over_pages_is_within_its_bound(
+    dtype: torch.dtype, width: int, group: int, window: int, cap: float
+) -> None:
     generator, kv_heads, page = torch.Generator("cuda").manual_seed(0), 2, 16
     tokens = {"device": "cuda", "generator": generator}
     keys, values = (torch.randn(200, page, kv_heads, width, **tokens).to(dtype) for _ in range(2))  # type: ignore[call-overload]
@@ -68,7 +77,7 @@ def test_attention_over_pages_is_within_its_bound(dtype: torch.dtype, width: int
     for listed, rows, tile, split in ((decode, slice(0, 4), 1, 256), (prompt, slice(4, 74), each, 0)):
         tiles = torch.tensor(listed, dtype=torch.int32, device="cuda")
         given = (q, keys, values, tables, tiles)
-        options: dict[str, Any] = {"tile": tile, "split": split, "longest": 640, "window": window}
+        options: dict[str, Any] = {"tile": tile, "split": split, "longest": 640, "window": window, "cap": cap}
         found = paged_attention(*given, **options, implementation="triton")
         want, bound = exact(*given, **options), error_bound(*given, **options)
         assert excess(found[rows], want[rows], bound[rows]) is None
@@ -243,6 +252,21 @@ def test_weights_of_4_bits_answer_with_graphs_as_without(config: ModelConfig) ->
         assert not any(getattr(layer.mlp, "waits_for_loads", False) for layer in given.model.layers)
     firsts = [[tokens[0] for tokens in answers] for answers in found]
     assert sum(ours == theirs for ours, theirs in zip(*firsts, strict=True)) >= 10
+
+
+def test_soft_caps_and_two_kinds_of_pages_answer_as_a_cpu_does() -> None:
+    """Launched ahead all layers have the same pages, otherwise those with a window their own; float32, greedy."""
+    config = LLAMA.replace(window=100, full_layers=(1,), score_cap=4.0, logit_cap=9.0)
+    prompts = prompts_of(12, 500)
+    asked = Sampling(max_tokens=8, temperature=0, ignore_eos=True)
+    found = []
+    for device, ahead in (("cuda", True), ("cuda", False), ("cpu", False)):
+        options: dict[str, Any] = {"pages": 480, "running": 12, "launch_ahead": ahead}
+        with Engine(served(torch.float32, device, config), device=device, **options) as engine:
+            assert bool(engine.limits.local_pages) is not ahead
+            found.append([completion.answers[0].tokens for completion in engine.generate(prompts, asked)])
+    for ours in found[:2]:
+        assert sum(mine[0] == theirs[0] for mine, theirs in zip(ours, found[2], strict=True)) >= 11
 
 
 def test_invariant_bits_do_not_depend_on_the_batch() -> None:
