@@ -88,6 +88,15 @@ def test_rows_of_what_ran_are_kept_and_the_next_call_goes_on_where_it_was_cut(jo
     assert jobs.seen().count("broken") == 2
 
 
+def test_what_a_cut_attempt_wrote_goes_and_what_a_command_reads_stays(jobs, tmp_path):
+    jobs(BenchJob("job", 0.1, ("one 0 0 {out}/start --out {out}/written",)))
+    for name in ("start", "written"):
+        (tmp_path / "out" / "job" / name).mkdir(parents=True)
+    (tmp_path / "out" / "jobs.json").write_text("{}")
+    run_all(tmp_path / "out", 20)
+    assert [(tmp_path / "out" / "job" / name).exists() for name in ("start", "written")] == [True, False]
+
+
 def test_jobs_that_compile_run_side_by_side_and_caches_are_the_jobs_own(jobs, tmp_path, monkeypatch):
     monkeypatch.setattr(bench_all, "READY_S", 0.0)
     monkeypatch.setattr(bench_all, "available_cores", lambda: 4)

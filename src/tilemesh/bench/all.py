@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 
 from tilemesh.bench.jobs import JOBS, BenchJob
@@ -182,8 +182,8 @@ class JobRunner:
         """The exit code; None where the time was up. Rows of a cut attempt stay if there are more than in this one."""
         place = self.folder / job.name
         words = shlex.split(job.commands[number].format(out=place))
-        for word in words[1:]:
-            if word.startswith(f"{place}/") and words[0] != "plan":
+        for flag, word in pairwise(words):  # what a command reads has no flag before it
+            if word.startswith(f"{place}/") and flag.startswith("--"):
                 shutil.rmtree(word, ignore_errors=True)  # of an attempt that was cut
         turn = ["--turn", str(self.folder / "turn.lock")] if job.compiles else []
         rows = [] if "--fit" in words else ["--json", str(place / f"{number}.new")]

@@ -181,6 +181,7 @@ _BARE = "train.steps=18,checkpoint.every=0,evaluate.every=0,sample.tokens=0"
 _RUNS = [f"train --out {{out}}/{name} --mesh {mesh} --set {sets},{_BARE}" for name, (mesh, sets) in LAYOUTS.items()]
 _PLACEMENTS = {"colocated": "--mesh dp=2", "split": "--placement split", "one-step-off": "--placement one-step-off"}
 _ANSWERED = "align.prompts=16,align.answers=8,align.max_tokens=48,train.steps=18,checkpoint.every=0,evaluate.every=0"
+_BEGUN = f"train --out {{out}}/start --mesh dp=1 --set train.steps=2,{_BARE.partition(',')[2]}"
 _ALIGNED = [f"align {{out}}/start --task sort --out {{out}}/{name} {flags} --set {_ANSWERED}"
             for name, flags in _PLACEMENTS.items()]  # fmt: skip
 _FIT = "bench collective --fit --quick --transport mpi --ranks {}"
@@ -211,8 +212,8 @@ _CPU_JOBS = (
     _cpu("sends", 60, "bench pipeline 1f1b --sends 1MiB,8MiB --ranks 4", needs=("8 cores",)),
     _cpu("layouts", 300, _FIT.format("2,4"), *_RUNS, "plan grade " + " ".join(f"{{out}}/{name}" for name in LAYOUTS),
          needs=("mpi",), cores=2),
-    _cpu("placements", 200, f"train --out {{out}}/start --set train.steps=2,{_BARE.partition(',')[2]}", *_ALIGNED,
-         "plan grade " + " ".join(f"{{out}}/{name}" for name in _PLACEMENTS), needs=("mpi",), cores=2),
+    _cpu("placements", 200, _BEGUN, *_ALIGNED, "plan grade " + " ".join(f"{{out}}/{name}" for name in _PLACEMENTS),
+         needs=("mpi",), cores=2),
     _cpu("resident", 120, *(
         f"bench train --mesh {mesh} --set {sets} --peers eager --malloc kept,mapped,one-arena --blocks 3"
         for mesh, sets in (LAYOUTS[name] for name in ("dp2", "tp4", "one"))
