@@ -8,6 +8,7 @@ has cut. The result is a table beside the graph: nodes themselves are shared by 
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -167,6 +168,7 @@ class _Placing:
     def __init__(self, graph: Graph, axes: Axes, opaque: Mapping[str, OpaqueRule]) -> None:
         self.graph, self.axes, self.opaque = graph, axes, opaque
         self.order = graph.nodes()
+        self.number = {node: number for number, node in enumerate(self.order)}
         self.readers = {node: list(dict.fromkeys(readers)) for node, readers in users(self.order).items()}
         self.placements: dict[Node, TensorPlacement] = dict.fromkeys(self.order, TensorPlacement())
         self.given: dict[Node, TensorPlacement] = dict.fromkeys(self.order, TensorPlacement())
@@ -181,10 +183,14 @@ class _Placing:
         self.axis, self.ranks = axis, ranks
         # What every axis has of a tensor together decides how it can be cut once more.
         self.ways = {node: ways(node, ranks, self.pieces, self.opaque) for node in self.order}
-        marks = dict(pinned)
+        marks: Marks = {}
+        self.touched: set[Node] = set()  # something before them is marked
+        self.ahead, self.behind = [*range(len(self.order))], [*range(1 - len(self.order), 1)]
+        for known, mark in pinned.items():
+            self.mark(known, mark, marks)
         self.follow(marks)
         while (node := self.next_node(marks)) is not None:
-            marks[node] = self.decide(node, marks)
+            self.mark(node, self.decide(node, marks), marks)
             self.follow(marks)
         for node in self.order:
             marks.setdefault(node, R)
@@ -213,27 +219,37 @@ class _Placing:
     # Following for nothing ------------------------------------------------------------------------------------------
 
     def follow(self, marks: Marks) -> None:
-        """Mark what follows from what is marked, and costs nothing, until nothing more does."""
-        changed = True
-        while changed:
-            changed = False
-            due: set[Node] = (
-                set()
-            )  # not marked yet, and something before them is: they come before those that read them
-            for node in self.order:
-                if node in marks:
-                    continue
-                waits = any(value in due and value.op != "broadcast" for value in node.inputs)
-                if not waits and (mark := self.forward(node, marks)) is not None:
-                    marks[node], changed = mark, True
-                elif any(value in due or value in marks for value in node.inputs):
-                    due.add(node)
-            for node in reversed(self.order):
-                if node in marks or node.op in ("constant", "iota"):
-                    continue
-                wishes = [wish for reader in self.readers[node] for wish in self.backward(node, reader, marks)]
-                if len(set(wishes)) == 1:
-                    marks[node], changed = wishes[0], True
+        """Mark what follows from what is marked, and costs nothing, until nothing more does; forward first.
+
+        A node waits for one before it that is about to be known: that is not marked, and something before it is.
+        """
+        while self.ahead or self.behind:
+            while self.ahead:
+                node = self.order[heapq.heappop(self.ahead)]
+                due = (value for value in node.inputs if value in self.touched and value not in marks)
+                if node not in marks and all(value.op == "broadcast" for value in due):
+                    self.mark(node, self.forward(node, marks), marks)
+            while self.behind:
+                node = self.order[-heapq.heappop(self.behind)]
+                if node not in marks and node.op not in ("constant", "iota"):
+                    wishes = {wish for reader in self.readers[node] for wish in self.backward(node, reader, marks)}
+                    self.mark(node, wishes.pop() if len(wishes) == 1 else None, marks)
+
+    def mark(self, node: Node, mark: Mark | None, marks: Marks) -> None:
+        """Say what a node is, and look again at what is beside it."""
+        if mark is None:
+            return
+        marks[node] = mark
+        waiting = [node]
+        while waiting:
+            further = [reader for reader in self.readers[waiting.pop()] if reader not in self.touched]
+            self.touched.update(further)
+            waiting += further
+        for reader in self.readers[node]:
+            heapq.heappush(self.ahead, self.number[reader])
+        for value in (*node.inputs, *(value for reader in self.readers[node] for value in reader.inputs)):
+            if value not in marks:
+                heapq.heappush(self.behind, -self.number[value])
 
     def forward(self, node: Node, marks: Marks) -> Mark | None:
         """The one result that the inputs give without an exchange, if they are not all whole."""
