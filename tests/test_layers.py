@@ -95,7 +95,7 @@ MOST_LINES = {
     "report": 6_250,
     "bench": 8_971,
     "cli": 5_591,
-    "guide": 15_746,
+    "guide": 15_755,
 }
 SOURCE_SUFFIXES = (".py", ".c", ".h", ".cu", ".cuh", ".js", ".css")
 THIRD_PARTY_FREE = ("core", "comm.schedules", "model.work", "plan")

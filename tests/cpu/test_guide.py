@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import itertools
 import json
@@ -169,6 +170,18 @@ def test_the_guess_is_a_column_of_the_row() -> None:
     text = out.getvalue()
     assert "time of nothing: off by a factor of 2" in text
     assert "the cost model's is 4" in text
+
+
+def test_rows_of_another_machine_are_not_said_to_be_measured_here() -> None:
+    lesson, out = lesson_with("2 ms")
+    row = lesson.show(lesson.predict("time of nothing", unit="s", model=4e-3), 1e-3, limit=5e-4)
+    lesson.add(dataclasses.replace(row, name="elsewhere"), stored="an H200")
+    lesson.close()
+    here, there = (
+        out.getvalue().split("What was predicted and measured in this chapter")[1].split("Measured on an H200")
+    )
+    assert ("time of nothing" in here, "elsewhere" in here) == (True, False)
+    assert "elsewhere" in there
 
 
 def test_a_guess_of_nothing_is_asked_again(capsys: pytest.CaptureFixture[str]) -> None:

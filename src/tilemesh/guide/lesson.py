@@ -88,6 +88,7 @@ class Lesson:
         self.part = part_of(key)
         self.console = console or Console(highlight=False)
         self.rows: list[Row] = []
+        self._stored: dict[str, list[Row]] = {}
         self.guesses: list[tuple[Guess, float]] = []
         self._in_pipe = not self.console.is_terminal  # there lines stay whole; a terminal gets them broken at words
         self._ask = ask or reader()
@@ -161,9 +162,12 @@ class Lesson:
         self.console.print(line, markup=False, soft_wrap=self._in_pipe)
         return row
 
-    def add(self, row: Row) -> None:
-        """Keep a row that was made elsewhere, for the table at the end."""
+    def add(self, row: Row, stored: str = "") -> None:
+        """Keep a row that was made elsewhere, for the table at the end. `stored`: the machine that it was measured on
+        before, where this one cannot."""
         self.rows.append(row)
+        if stored:
+            self._stored.setdefault(stored, []).append(row)
 
     # Code and exercises -----------------------------------------------------------------------------------------
 
@@ -227,9 +231,18 @@ class Lesson:
 
     def close(self) -> None:
         """The chapter's rows, how far off the guesses were, and a note in the reader's progress."""
-        if self.rows:
-            self.console.print("\n[bold]What was predicted and measured in this chapter[/]")
-            print_rows(self.rows, self.console)
+        stored = [row for rows in self._stored.values() for row in rows]
+        here = [row for row in self.rows if row not in stored]
+        for title, rows in (
+            ("What was predicted and measured in this chapter", here),
+            *(
+                (f"Measured on {machine} before, and kept with this chapter", kept)
+                for machine, kept in self._stored.items()
+            ),
+        ):
+            if rows:
+                self.console.print(f"\n[bold]{title}[/]")
+                print_rows(rows, self.console)
         made = [
             Guessed(guess.question, guess.unit, guess.value, measured)
             for guess, measured in self.guesses
