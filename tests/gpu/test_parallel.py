@@ -12,6 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "mpi"))  # ranks import parallel_cuda from there
 
+from tilemesh.comm.runtime.mirror import mirror
 from tilemesh.launch import call
 from tilemesh.launch.start import find_mpiexec
 from tilemesh.parallel.gate.pairs import every_case
@@ -146,3 +147,17 @@ def test_one_rank_over_nccl() -> None:
     assert call("parallel_cuda:exchanges_right", 1, transport="torch") == ["nccl"]
     count = len(every_case(1, ("gpt", "llama")))
     assert f"{count} cases: every layout" in verify("--ranks", "1", "--transport", "torch", "--models", "gpt,llama")
+
+
+def test_collectives_with_out_neither_wait_nor_leave_the_gpu() -> None:
+    comm, block = mirror(8, 3), torch.randn(1 << 16, device="cuda")
+    whole, own = torch.empty(8 << 16, device="cuda"), torch.empty(1 << 16, device="cuda")
+    comm.all_gather(block, out=whole)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        comm.all_gather(block, out=whole)
+        comm.reduce_scatter(whole, out=own)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(whole, block.repeat(8))
+    assert torch.equal(own, 8 * block)

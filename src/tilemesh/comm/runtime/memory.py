@@ -129,7 +129,7 @@ def out_array(out: Any, shape: tuple[int, ...], like: Like) -> Array | None:
     """The memory of `out` as an array (None: no out, or CUDA), after checking that the result fits it."""
     if out is None:
         return None
-    array, given = opened(out, "out")
+    _, given = described(out, "out")
     if given.dtype != like.dtype or given.is_torch != like.is_torch:
         kinds = [f"{'torch' if side.is_torch else 'numpy'} {side.dtype}" for side in (given, like)]
         raise UsageError(f"out is {kinds[0]}: expected {kinds[1]}, as the input")
@@ -138,7 +138,8 @@ def out_array(out: Any, shape: tuple[int, ...], like: Like) -> Array | None:
     if getattr(out, "requires_grad", False):
         raise UsageError("out requires gradients, which a collective cannot follow: give out.detach()")
     if given.device not in (None, "cpu"):
-        return None
+        return None  # and is not copied to the host to find that out
+    array, _ = opened(out, "out")
     if not array.flags.writeable:
         raise UsageError("out is read-only: give an array that may be written to")
     if not array.flags.c_contiguous and _may_overlap(array):
@@ -179,9 +180,9 @@ def store(result: Array, out: Any) -> None:
         if out.shape != result.shape or out.strides != result.strides or not same_start(out, result):
             out[...] = result.reshape(out.shape)
         return
-    array, like = opened(out, "out")
+    _, like = described(out, "out")
     if like.device == "cpu":
-        store(result, array)
+        store(result, opened(out, "out")[0])
     else:
         out.copy_(like.back(np.ascontiguousarray(result)).reshape(out.shape))
 
