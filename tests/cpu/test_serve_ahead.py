@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,12 +18,12 @@ from tilemesh.data.tokenizer import Bytes
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Transformer
 from tilemesh.serve import Engine, Sampling
-from tilemesh.serve.core import EngineCore, PromptJob
+from tilemesh.serve.core import AnswerPart, EngineCore, PromptJob
 from tilemesh.serve.device_steps import PlainCalls
 from tilemesh.serve.load import ServedModel
 from tilemesh.serve.request import FinishReason, ServeRequest
 from tilemesh.serve.runner import Runner
-from tilemesh.serve.sampling import DrawKind, RowDraws, TokenDraw, draw_on_device, draw_tokens
+from tilemesh.serve.sampling import DrawKind, RowDraws, TokenDraw, draw_on_device, draw_tokens, logprobs_of
 from tilemesh.serve.scheduler import UNKNOWN, Scheduled, Scheduler, ServeLimits
 from tilemesh.serve.staging import Staging, StepSizes, rounded_tokens
 
@@ -67,7 +68,7 @@ def test_launched_ahead_is_waited_for(models: list[ServedModel], seed: int) -> N
         min_p=draw.choice((0.0, 0.02)),
         stop=draw.choice(((), ("a", "\x05"))),
         frequency_penalty=draw.choice((0.0, 0.0, 0.5)),
-        logprobs=draw.choice((None, None, 2)),
+        logprobs=draw.choice((None, 0, 2)),
     )
     options = {
         "pages": draw.choice((14, 60)), "page_tokens": draw.choice((4, 16)), "chunk_tokens": draw.choice((5, 64)),
@@ -85,6 +86,22 @@ def test_launched_ahead_is_waited_for(models: list[ServedModel], seed: int) -> N
     assert [answer.tokens for answer in found[0]] == [answer.tokens for answer in found[1]]
     assert [answer.text for answer in found[0]] == [answer.text for answer in found[1]]
     assert [answer.finish for answer in found[0]] == [answer.finish for answer in found[1]]
+    for answers in zip(*found, strict=True):
+        drawn = [[(each.token, each.logprob, each.sampled) for each in answer.logprobs] for answer in answers]
+        assert [token for token, *_ in drawn[0]] == ([] if asked.logprobs is None else list(answers[0].tokens))
+        assert np.array(drawn[0]) == pytest.approx(np.array(drawn[1]), abs=1e-12)
+
+
+def test_log_probabilities_of_drawn_tokens_do_not_hold_steps_up() -> None:
+    """What learning from feedback asks for: the step that draws a token scores it."""
+    graphs = Counted()
+    core, parts = core_of(served(), graphs), list[AnswerPart]()
+    job = PromptJob([1, 2, 3], Sampling(max_tokens=8, temperature=0.8, logprobs=0), 5, parts.append)
+    core.add(job, 8)
+    while core.busy:
+        core.step()
+    assert graphs.captured > 0
+    assert len([score for part in parts for score in part.logprobs]) == 8
 
 
 class Counted(PlainCalls):
@@ -195,10 +212,13 @@ def test_rows_drawn_at_once_are_rows_drawn_one_by_one(seed: int) -> None:
     kind = staging.write_decoding((), drawings, {}, rows)
     temperature, top_k, top_p, min_p, uniform = staging.host.floats
     draws = RowDraws(temperature, uniform, top_k.long(), top_p, min_p)
-    found = draw_on_device(logits, draws, kind)
+    found, scores = draw_on_device(logits, draws, kind, scored=True)
     assert found.tolist() == draw_tokens(logits, drawings)
+    expected = [(each.logprob, each.sampled) for each in logprobs_of(logits, found.tolist(), 0, drawings)]
+    assert scores is not None
+    assert scores.t().numpy() == pytest.approx(np.array(expected), abs=1e-12)
     logits[0, 3] = torch.inf
-    assert draw_on_device(logits, draws, DrawKind.GREEDY).tolist()[0] == -1
+    assert draw_on_device(logits, draws, DrawKind.GREEDY)[0].tolist()[0] == -1
 
 
 def test_tokens_are_looked_up_in_one_place_whoever_knows_them() -> None:
@@ -235,7 +255,7 @@ def test_steps_of_all_sizes_are_captured_before_the_first_request_where_asked_fo
         if prepare:
             shapes = [("rows", rows) for rows in (1, 2, 4, 8, 16, 20)]
             shapes += [("tokens", tokens) for tokens in range(64, 513, 64)]
-            assert kept == [(*shape, kind) for shape in shapes for kind in (0, 1)]
+            assert kept == [(*shape, kind, False) for shape in shapes for kind in (0, 1)]
     assert found[0] == found[1]
 
 

@@ -88,16 +88,32 @@ class LiveAnswer:
     held: list[int] = field(default_factory=list)
     held_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Tokens that were not told yet, and their log-probabilities."""
+    scores: list[float] = field(default_factory=list)
+    """Of the last of these tokens that the device drew: log-probabilities of each, its own and as sampled. Two numbers
+    and no object for each: a batch of answers has millions."""
     holds: bool = False
     """Whether tokens may wait there until it ends: nobody wants to hear of them before, and no text can end it."""
     plain: bool = False
-    """Whether nothing of what the model alone computes is wanted but tokens, drawn from its logits as they are."""
+    """Whether nothing is wanted but tokens, drawn from the model's logits as they are, and their log-probabilities."""
 
     def __post_init__(self) -> None:
         sampling = self.job.sampling
         self.holds = self.job.whole and self.cursor is None and not sampling.stop
-        known = sampling.logprobs is None and sampling.prompt_logprobs is None
+        known = not sampling.logprobs and sampling.prompt_logprobs is None  # 0: of the drawn token alone
         self.plain = known and self.cursor is None and not sampling.changes_logits and not self.job.adapter
+
+    def scored(self, new: Sequence[int] = ()) -> tuple[TokenLogprobs, ...]:
+        """Log-probabilities of new tokens, after those of tokens that were held got their place."""
+        if not self.scores:
+            return ()
+        tokens = [*self.held, *new][-len(self.scores) // 2 :]
+        made = [
+            TokenLogprobs(*pair, (), drawn)
+            for *pair, drawn in zip(tokens, self.scores[::2], self.scores[1::2], strict=True)
+        ]
+        self.scores = []
+        self.held_logprobs += made[: len(made) - len(new)]
+        return tuple(made[len(made) - len(new) :])
 
 
 class EngineCore:
@@ -232,6 +248,7 @@ class EngineCore:
         """Tell the tokens that were kept until now: a part's tokens are of one version."""
         for answer in self._live.values():
             if answer.held:
+                answer.scored()
                 text, tokens, logprobs = answer.text.add(answer.held), tuple(answer.held), tuple(answer.held_logprobs)
                 answer.held, answer.held_logprobs = [], []
                 answer.job.tell(AnswerPart(answer.number, text, tokens, logprobs, None, version=self.scheduler.version))
@@ -290,8 +307,15 @@ class EngineCore:
         for name in [name for name, token in tokens.items() if token < 0 and name in self._live]:
             self._end(self._live[name], FinishReason.ERROR, UNSOUND)
         sampled = {name: (token,) for name, token in tokens.items() if token >= 0}
+        scores = launched.scores()
         for progressed in self.scheduler.commit(plan, sampled):
-            self._tell(progressed, ())
+            answer = self._live[progressed.request.name]
+            if scores and answer.job.sampling.logprobs is not None:
+                answer.scores += scores[progressed.request.name]
+            if progressed.finish is None and answer.holds:
+                answer.held += progressed.tokens
+            else:
+                self._tell(progressed, answer.scored(progressed.tokens))
         if self.history is not None:
             # It ran from when the step before it ended; the time for launching and booking passed beside it.
             began_ns, self._ended_ns = max(began_ns, self._ended_ns), time.monotonic_ns()
@@ -471,6 +495,7 @@ class EngineCore:
     def _tell(self, progressed: Progressed, logprobs: Sequence[TokenLogprobs]) -> None:
         request, reason = progressed.request, progressed.finish
         answer = self._live[request.name]
+        answer.scored()
         if reason is None and answer.holds:
             answer.held += progressed.tokens
             answer.held_logprobs += logprobs
@@ -515,6 +540,7 @@ class EngineCore:
             if reason in (FinishReason.ABORT, FinishReason.DEADLINE) and self.history is not None:
                 self.history.aborted(answer.request.name, self.now_ns)
             self.on_end(answer.request.name)
+            answer.scored()
             text, tokens, version = answer.text.add(answer.held, last=True), tuple(answer.held), self.scheduler.version
             logprobs = tuple(answer.held_logprobs)
             answer.job.tell(AnswerPart(answer.number, text, tokens, logprobs, reason, None, error, refused, version))

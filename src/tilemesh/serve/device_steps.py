@@ -34,6 +34,8 @@ class StepShape(NamedTuple):
     """Whether every request decodes, or prompts are computed beside."""
     size: int
     kind: DrawKind
+    scored: bool = False
+    """Whether log-probabilities of the drawn tokens are wanted."""
 
 
 class Replayed(Protocol):
@@ -72,15 +74,17 @@ class _Called:
 
 
 class DrawnTokens:
-    """The tokens of a launched step, on their way to the host."""
+    """The tokens of a launched step, on their way to the host, and their log-probabilities where they are wanted."""
 
-    def __init__(self, names: Sequence[str], tokens_N: Tensor, staged: Tensor | None) -> None:
+    def __init__(self, names: Sequence[str], drawn: Sequence[Tensor], staged: Sequence[Tensor] | None) -> None:
+        """`drawn`: tokens (N), or tokens and scores (2, N). `staged`: pinned memory of the host for each, on a GPU."""
         self.names = tuple(names)
         self._event: Any = None
-        self._tokens = tokens_N
+        self._drawn = list(drawn)
         if staged is not None:
-            self._tokens = staged[: len(tokens_N)]
-            self._tokens.copy_(tokens_N, non_blocking=True)
+            self._drawn = [into[..., : len(names)] for into in staged[: len(drawn)]]
+            for into, part in zip(self._drawn, drawn, strict=True):
+                into.copy_(part, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
@@ -88,7 +92,13 @@ class DrawnTokens:
         """By the requests' names; waits for the step. -1: its logits were NaN or infinite."""
         if self._event is not None:
             self._event.synchronize()
-        return dict(zip(self.names, self._tokens.tolist(), strict=True))
+        return dict(zip(self.names, self._drawn[0].tolist(), strict=True))
+
+    def scores(self) -> dict[str, tuple[float, float]]:
+        """Log-probabilities of what was read: the model's own, and as sampled; empty where nobody wants any."""
+        if len(self._drawn) < 2:
+            return {}
+        return dict(zip(self.names, zip(*self._drawn[1].tolist(), strict=True), strict=True))
 
 
 class DeviceSteps:
@@ -122,9 +132,10 @@ class DeviceSteps:
     def launch(self, plan: StepPlan, drawings: Sequence[TokenDraw]) -> DrawnTokens:
         """Begin a step; `drawings` are those of its entries that sample, in their order."""
         self._turn = 1 - self._turn
+        scored = any(drawing.sampling.logprobs is not None for drawing in drawings)
         if all(entry.count == 1 and entry.samples for entry in plan.entries):
-            return self._decode(plan.entries, drawings)
-        return self._mixed(plan.entries, drawings)
+            return self._decode(plan.entries, drawings, scored)
+        return self._mixed(plan.entries, drawings, scored)
 
     @torch.inference_mode()
     def prepare(self, rows: int, kind: DrawKind = DrawKind.GREEDY) -> None:
@@ -196,24 +207,21 @@ class DeviceSteps:
 
     # ---- every request decodes ---------------------------------------------------------------------------------
 
-    def _decode(self, entries: Sequence[Scheduled], drawings: Sequence[TokenDraw]) -> DrawnTokens:
+    def _decode(self, entries: Sequence[Scheduled], drawings: Sequence[TokenDraw], scored: bool) -> DrawnTokens:
         rows = self._sizes.rows(len(entries))
         kind = self._staging[self._turn].write_decoding(entries, drawings, self._rows, rows)
         self._copy(rows, rows, 0, kind)
-        self._replay(rows, kind)
-        return self._left(entries)
+        self._run(StepShape("rows", rows, kind, scored), partial(self._decoding, rows, kind, scored))
+        return self._left(entries, scored)
 
-    def _replay(self, rows: int, kind: DrawKind) -> None:
-        self._run(StepShape("rows", rows, kind), partial(self._decoding, rows, kind))
-
-    def _decoding(self, rows: int, kind: DrawKind) -> None:
+    def _decoding(self, rows: int, kind: DrawKind, scored: bool = False) -> None:
         """A whole step of decoding, from numbers in the device's memory to drawn tokens there."""
         tokens, position, place = self._tokens_of(rows)
         tiles, tables = self._memory.tiles_of_rows(rows), self._memory.tables[:rows]
         split = self._tile_sizes.split(rows, self._limits.context)
         layout = TileSet(0, rows, tiles, self._tile_sizes.decode, split, self._limits.context)
         batch = Batch(tokens[None], position[None], place, (), None, (), PageLayout(tables, (layout,)))
-        self._draw(self._forward(batch), kind)
+        self._draw(self._forward(batch), kind, scored)
 
     def _tokens_of(self, count: int) -> tuple[Tensor, ...]:
         _, source, position, place = self._memory.of_tokens(count)
@@ -221,17 +229,20 @@ class DeviceSteps:
         tokens = self._memory.numbers[source].clamp(min=0)
         return tokens, position, place
 
-    def _draw(self, logits_NV: Tensor, kind: DrawKind) -> None:
+    def _draw(self, logits_NV: Tensor, kind: DrawKind, scored: bool) -> None:
         rows = len(logits_NV)
         temperature, top_k, top_p, min_p, uniform = self._memory.floats[:, :rows]
         if kind is DrawKind.FILTERED:
             top_k = top_k.to(torch.int64)
         draws = RowDraws(temperature, uniform, top_k, top_p, min_p)
-        self._memory.drawn[:rows] = draw_on_device(logits_NV, draws, kind)
+        tokens_N, scores_2N = draw_on_device(logits_NV, draws, kind, scored)
+        self._memory.drawn[:rows] = tokens_N
+        if scores_2N is not None:
+            self._memory.scores[:, :rows] = scores_2N
 
     # ---- prompts beside --------------------------------------------------------------------------------------
 
-    def _mixed(self, entries: Sequence[Scheduled], drawings: Sequence[TokenDraw]) -> DrawnTokens:
+    def _mixed(self, entries: Sequence[Scheduled], drawings: Sequence[TokenDraw], scored: bool) -> DrawnTokens:
         by_name = {
             entry.request.name: drawing
             for entry, drawing in zip([entry for entry in entries if entry.samples], drawings, strict=True)
@@ -242,23 +253,27 @@ class DeviceSteps:
         in_order = [by_name[entry.request.name] for entry in sampling]
         kind = self._staging[self._turn].write_prompts(ordered, in_order, self._rows, tokens)
         self._copy(tokens, len(ordered), self._sizes.tiles(tokens), kind)
-        self._run(StepShape("tokens", tokens, kind), partial(self._prompting, tokens, kind))
-        return self._left(sampling)
+        self._run(StepShape("tokens", tokens, kind, scored), partial(self._prompting, tokens, kind, scored))
+        return self._left(sampling, scored)
 
-    def _prompting(self, tokens: int, kind: DrawKind) -> None:
+    def _prompting(self, tokens: int, kind: DrawKind, scored: bool = False) -> None:
         """A whole step with prompts. Tokens that decode are tiles of prompts as well: one kernel attends to all."""
         made, position, place = self._tokens_of(tokens)
         memory, rows = self._memory, self._sizes.drawn(tokens)
         tiles = memory.tiles[: self._sizes.tiles(tokens)]
         layout = TileSet(0, tokens, tiles, self._tile_sizes.prompt, 0, self._limits.context)
         pages = PageLayout(memory.tables, (layout,))
-        self._draw(self._forward(Batch(made[None], position[None], place, (), memory.wanted[:rows], (), pages)), kind)
+        batch = Batch(made[None], position[None], place, (), memory.wanted[:rows], (), pages)
+        self._draw(self._forward(batch), kind, scored)
 
-    def _left(self, entries: Sequence[Scheduled]) -> DrawnTokens:
+    def _left(self, entries: Sequence[Scheduled], scored: bool) -> DrawnTokens:
         """What a step leaves: the tokens of these entries, in their order."""
         names = [entry.request.name for entry in entries]
         self._rows = {name: row for row, name in enumerate(names)}
-        tokens_N = self._memory.drawn[: len(names)]
+        drawn = [self._memory.drawn[: len(names)]]
+        if scored:
+            drawn.append(self._memory.scores[:, : len(names)])
         if not self._on_gpu:
-            return DrawnTokens(names, tokens_N.clone(), None)
-        return DrawnTokens(names, tokens_N, self._staging[self._turn].host.drawn)
+            return DrawnTokens(names, [part.clone() for part in drawn], None)
+        host = self._staging[self._turn].host
+        return DrawnTokens(names, drawn, (host.drawn, host.scores))

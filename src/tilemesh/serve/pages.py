@@ -59,17 +59,12 @@ class PagePool:
             if self._free:
                 page = self._free.pop()
             else:
-                page = self._evicted()
+                page, _ = self._idle.popitem(last=False)
+                self._kept[page] = False
+                self.on_evict(page)
             self._users[page] = 1
             taken.append(page)
         return taken
-
-    def _evicted(self) -> int:
-        """The page idle for longest, without what it held."""
-        page, _ = self._idle.popitem(last=False)
-        self._kept[page] = False
-        self.on_evict(page)
-        return page
 
     def share(self, pages: Iterable[int]) -> None:
         """One user more for each; the page is in use, or idle."""
@@ -79,10 +74,14 @@ class PagePool:
             self._idle.pop(page, None)
             self._users[page] += 1
 
-    def forget_idle(self) -> None:
-        """Make all idle pages free: what they held is of no use any more. Takes as long as there are such pages."""
-        while self._idle:
-            self._free.append(self._evicted())
+    def free_idle(self) -> list[int]:
+        """Make all idle pages free, and return them: `on_evict` hears nothing of these."""
+        pages = list(self._idle)
+        self._idle.clear()
+        for page in pages:
+            self._kept[page] = False
+        self._free += pages
+        return pages
 
     def keep(self, page: int) -> None:
         """From now on this page becomes idle, and not free, when its last user leaves."""

@@ -125,18 +125,36 @@ def kind_of(sampling: Sampling, vocabulary: int) -> DrawKind:
     return DrawKind.FILTERED if _filters(sampling, vocabulary) else DrawKind.SAMPLED
 
 
-def draw_on_device(logits_NV: Tensor, draws: RowDraws, kind: DrawKind) -> Tensor:
+def draw_on_device(
+    logits_NV: Tensor, draws: RowDraws, kind: DrawKind, scored: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """One token for each row, without a look at any value: it can be captured in a CUDA graph.
 
     -1 where logits are NaN or infinite. Bias, penalties and constraints are `draw_tokens`'s: they need the tokens.
+    `scored`: also the log-probabilities of these tokens, the model's own and those as sampled.
     """
     tokens_N: Tensor = likeliest(logits_NV)
-    if kind is DrawKind.GREEDY:
-        return tokens_N
-    shares_NV = shares(logits_NV, draws.temperature_N)
-    if kind is DrawKind.FILTERED:
-        shares_NV = _filter_rows(shares_NV, draws)
-    return torch.where((draws.temperature_N > 0) & (tokens_N >= 0), pick(shares_NV, draws.uniform_N), tokens_N)
+    shares_NV: Tensor | None = None
+    if kind is not DrawKind.GREEDY:
+        shares_NV = shares(logits_NV, draws.temperature_N)
+        if kind is DrawKind.FILTERED:
+            shares_NV = _filter_rows(shares_NV, draws)
+        is_drawn_N = (draws.temperature_N > 0) & (tokens_N >= 0)
+        tokens_N = torch.where(is_drawn_N, pick(shares_NV, draws.uniform_N), tokens_N)
+    return tokens_N, _scores(logits_NV, shares_NV, tokens_N, draws, kind) if scored else None
+
+
+def _scores(logits_NV: Tensor, shares_NV: Tensor | None, tokens_N: Tensor, draws: RowDraws, kind: DrawKind) -> Tensor:
+    """(2, N): of the drawn tokens, as `TokenLogprobs` has them."""
+    wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    place_N1 = tokens_N.clamp(min=0)[:, None]
+    own_N = wide_NV.gather(1, place_N1)[:, 0] - wide_NV.logsumexp(-1)
+    if shares_NV is None:
+        return torch.stack((own_N, torch.zeros_like(own_N)))
+    sampled_N = (shares_NV.gather(1, place_N1)[:, 0] / shares_NV.sum(-1)).log()
+    if kind is DrawKind.SAMPLED:
+        sampled_N = torch.where(draws.temperature_N == 1, own_N, sampled_N)
+    return torch.stack((own_N, torch.where(draws.temperature_N > 0, sampled_N, 0)))
 
 
 def _filter_rows(shares_NV: Tensor, draws: RowDraws) -> Tensor:

@@ -245,13 +245,12 @@ class Scheduler:
         for request in self.waiting:
             self._free(request)
             request.state = RequestState.WAITING
-        self.pool.forget_idle()
+        self.prefixes.forget_idle()
 
     def renew(self, version: int) -> None:
         """From now on other weights compute: nothing of the older ones is found. Requests that have pages keep them."""
         self.version = version
         self.prefixes.begin_again()
-        self.pool.forget_idle()
 
     @property
     def busy(self) -> bool:

@@ -89,6 +89,8 @@ class StepMemory:
         """Of a step with prompts: the tokens that something is drawn after."""
         self.floats = made(len(ROW_FLOATS), rows, dtype=torch.float64)
         self.tables = made(rows, columns, dtype=torch.int32)
+        self.scores = made(2, rows, dtype=torch.float64)
+        """Log-probabilities of what was drawn: the model's own, and as sampled."""
 
     def of_tokens(self, count: int) -> Tensor:
         return self._tokens[: len(TOKEN_NUMBERS) * count].view(len(TOKEN_NUMBERS), count)
