@@ -87,9 +87,18 @@ def test_a_run_is_a_training_run_that_can_be_served_exported_and_shown(
         raise UsageError("this machine was not measured")
 
     monkeypatch.setattr(placement, "local_machine", not_measured)
-    folder = fit(made(start, "evaluate.every=2"), start, run=tmp_path / "run").folder
+    result = fit(made(start, "evaluate.every=2"), start, run=tmp_path / "run")
+    folder = result.folder
     lines = steps_of(folder)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    timed = {row.name: row for row in result.rows if row.case.get("prompts")}
+    share = timed.pop("share outside of rollouts and updates").measured
+    medians = [row.measured.median for row in timed.values() if row.measured is not None]
+    last = np.median([line["seconds"] for line in lines[2:]])
+    assert share is not None
+    assert share.n == 2
+    assert len(medians) == 3  # rollouts, weights to the engine, updates
+    assert sum(medians) + share.median * last == pytest.approx(last, rel=0.5)
     assert {"reward", "reward/task", "kl", "entropy", "mismatch", "clipped_low", "clipped_high", "answer_tokens",
             "truncated", "groups_alike", "age"} <= lines[0].keys()  # fmt: skip
     assert all(line["age"] == 0 for line in lines)

@@ -49,7 +49,7 @@ class FeedbackConfig:
     """How rewards, or pairs of answers, become a loss: reinforce, reinforce++, rloo, ppo, grpo, dr-grpo, dapo, gspo,
     cispo; dpo, ipo, kto, orpo, simpo of pairs; or reward, which trains a reward model on them."""
     task: str = ""
-    """Prompts and their scores: sort, add, bandit, vowels, length or hackable; or FILE.py:FUNCTION, a function of
+    """Prompts and their scores: sort, add, sums, bandit, vowels, length or hackable; or FILE.py:FUNCTION, a function of
     prompt, answer and case that gives a number, for the prompts of `prompts_file`."""
     prompts_file: Path | None = None
     """A JSONL file with a prompt (or messages) in each line, and whatever else the function wants to know."""
@@ -106,7 +106,8 @@ class FeedbackConfig:
     running: Count = 256
     """Answers that the engine computes at a time."""
     sleep: bool | None = None
-    """Whether the engine gives the memory of its pages back while training computes; none: on a GPU."""
+    """Whether the engine gives the memory of its pages back while training computes, and with them its captured steps;
+    none: on a GPU."""
     reference: Path | None = None
     """A Hugging Face folder whose model is not to be left too far; none: the weights that the run began with."""
     baseline: str | None = None

@@ -90,6 +90,8 @@ class AnswerDrawing:
 
     def begin(self, batch: PromptBatch, version: int) -> None:
         """With the weights of now, which are this version (a collective call)."""
+        with self.answers.timed("update"):
+            self.generator.wait()
         with self.answers.timed("weight sync"):
             self.generator.update(version)
         dp = self.mesh.dp

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from tilemesh.align.formulas.rollout import Rollout
 from tilemesh.core.errors import RunError
+from tilemesh.measure.gpu import without_collection
 from tilemesh.model.fresh import give_memory
 from tilemesh.model.kinds import Adapted, projections
 from tilemesh.model.transformer import Transformer
@@ -48,7 +49,8 @@ class EngineSeat:
             return []
         if self._engine.asleep:
             self._engine.wake()
-        completions = list(self._engine.generate(prompts, list(samplings)))
+        with without_collection():  # a step makes thousands of short-lived objects, and the collector looks at them all
+            completions = list(self._engine.generate(prompts, list(samplings)))
         if self._sleeps:
             self._engine.sleep(1)
         return completions
@@ -126,6 +128,11 @@ class Generator(EngineSeat):
     @property
     def _adapted(self) -> bool:
         return any(isinstance(layer.kind, Adapted) for _, layer in projections(self.laid.model))
+
+    def wait(self) -> None:
+        """Until a GPU has done what it was given: the last update."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def update(self, version: int) -> None:
         """Compute with the training weights of now, which are this version."""

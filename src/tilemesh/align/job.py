@@ -14,8 +14,10 @@ from typing import Any
 
 from tilemesh.align.config import AlignConfig, check_files, of_run
 from tilemesh.align.placement import predict_feedback
+from tilemesh.align.rows import phase_rows
 from tilemesh.core.context import membership
 from tilemesh.core.errors import UsageError
+from tilemesh.measure.machine import usable_gpus
 from tilemesh.model.families.book import CONFIG as MODEL_FILE
 from tilemesh.runs.folder import fresh_folder, newest_checkpoint
 from tilemesh.runs.kind import ALIGN
@@ -47,11 +49,18 @@ def fit(
     check_files(config.align)
     program = program_of(config)
     if resume is not None:
-        return job.fit(config.training, resume=resume, program=program, **options)
+        return _with_phases(config, job.fit(config.training, resume=resume, program=program, **options))
     if start is None:
         raise UsageError("fit needs a start: the folder of a run, or a Hugging Face folder")
     folder, init = place(config, Path(start), run, name, options)
-    return job.fit(config.training, run=folder, init=init, program=program, **options)
+    return _with_phases(config, job.fit(config.training, run=folder, init=init, program=program, **options))
+
+
+def _with_phases(config: AlignConfig, result: Result) -> Result:
+    """With rows of a step's phases, where the run has some."""
+    if not result.rows:
+        return result
+    return dataclasses.replace(result, rows=[*result.rows, *phase_rows(config, result.folder, usable_gpus())])
 
 
 def program_of(config: AlignConfig) -> RankProgram:

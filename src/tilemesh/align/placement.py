@@ -112,11 +112,16 @@ def predict_feedback(config: AlignConfig, gpus: Sequence[str]) -> dict[str, Any]
     if config.align.is_of_pairs:
         return predict_run(config.training, gpus)
     try:
-        estimator = _estimator(config, gpus)
-        prediction = estimator.predict(run_placement(config))
+        prediction, kind = predict_run_placement(config, gpus)
     except UsageError as error:
         return {"missing": f"the planner: {error}", **stamp()}
-    return {**stamp(), **placement_figures(prediction, config.align.steps_per_batch, estimator.cluster.device.kind)}
+    return {**stamp(), **placement_figures(prediction, config.align.steps_per_batch, kind)}
+
+
+def predict_run_placement(config: AlignConfig, gpus: Sequence[str]) -> tuple[PlacementPrediction, str]:
+    """Of the run's own placement, and the kind of device; UsageError where the planner cannot."""
+    estimator = _estimator(config, gpus)
+    return estimator.predict(run_placement(config)), estimator.cluster.device.kind
 
 
 def run_placement(config: AlignConfig) -> Placement:

@@ -66,6 +66,29 @@ def _add_score(prompt: str, answer: str, case: Case) -> float:
     return 1.0 if away == 0 else 0.5 / (1 + away)
 
 
+_SUM_DIGITS = 5
+
+
+def _sum_case(chance: random.Random) -> Case:
+    """Two numbers of up to five digits. The scratchpad adds digits from the right, `8+7+0=15`, and carries the ten."""
+    first, second = (chance.randrange(10 ** chance.randint(1, _SUM_DIGITS)) for _ in range(2))
+    return {"prompt": f"{first}+{second}:", "answer": str(first + second), "steps": _sum_steps(first, second)}
+
+
+def _sum_steps(first: int, second: int) -> str:
+    steps, carried = [], 0
+    while first or second or not steps:
+        (first, one), (second, other) = divmod(first, 10), divmod(second, 10)
+        steps.append(f"{one}+{other}+{carried}={one + other + carried}")
+        carried = (one + other + carried) // 10
+    return " ".join(steps)
+
+
+def _sum_score(prompt: str, answer: str, case: Case) -> float:
+    """1 for the number after the scratchpad; what stands on the scratchpad is not looked at."""
+    return float(answer.strip().rpartition("#")[2] == case["answer"])
+
+
 def _bandit_case(chance: random.Random) -> Case:
     return {"prompt": "arm ", "answer": "c"}
 
@@ -109,6 +132,9 @@ TASKS: dict[str, FeedbackTask] = {
     for task in (
         FeedbackTask("sort", _sort_case, _sort_score, max_tokens=8),
         FeedbackTask("add", _add_case, _add_score, max_tokens=4),
+        FeedbackTask(
+            "sums", _sum_case, _sum_score, max_tokens=64, example=lambda case: f"{case['steps']} #{case['answer']}"
+        ),
         FeedbackTask("bandit", _bandit_case, _bandit_score, max_tokens=1),
         FeedbackTask("vowels", _letters_case, lambda prompt, answer, case: vowels(answer), max_tokens=8),
         FeedbackTask("length", _length_case, _length_score, max_tokens=16),

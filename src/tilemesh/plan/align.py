@@ -47,6 +47,8 @@ class PlacementPrediction:
     """Of all sequences of a batch."""
     sleeps: bool
     """Whether an engine gives its pages back while models train."""
+    limits: dict[str, float]
+    """The least seconds of each phase that the hardware allows."""
 
     @property
     def idle(self) -> float:
@@ -124,10 +126,11 @@ class AlignEstimator:
                 both[name] = self._update(placement.pool(model))
         sync_s, received = self._sync(placement)
         seconds = {name: predicted for name, (predicted, _) in both.items()} | {placed.SYNC: sync_s}
-        least = placed.simulate(placement, {name: limit for name, (_, limit) in both.items()})
+        limits = {name: limit for name, (_, limit) in both.items()}
+        least = placed.simulate(placement, limits)
         step, usable = placed.simulate(placement, seconds), self.train(self.cluster.world).usable_bytes
         tokens = self.work.prompts * self.work.answers * (self.work.prompt + self.work.mean_tokens)
-        told = (seconds, step, least.seconds, memory, usable, round(received), tokens, self.sleeps)
+        told = (seconds, step, least.seconds, memory, usable, round(received), tokens, self.sleeps, limits)
         return PlacementPrediction(placement, *told)
 
     def _sequences(self, pool: Pool) -> int:
