@@ -45,7 +45,7 @@ def phase_rows(config: AlignConfig, folder: Path, gpus: Sequence[str]) -> list[R
     }
     least = {name: sum(limits.get(part, 0.0) for part in parts) for name, parts in PARTS.items()}
     measured = {name: [parts[name] for parts in map(_parts, batches)] for name in (*PARTS, "outside")}
-    case = {
+    case: dict[str, str | int | bool] = {
         "algorithm": align.algorithm, "prompts": align.prompts, "answers": align.answers, "tokens": align.longest,
         "running": align.running, "exact": align.invariant, "precision": config.plan.precision,
         "ranks": config.plan.world + align.ranks_beside,

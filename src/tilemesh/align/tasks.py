@@ -76,7 +76,7 @@ def _sum_case(chance: random.Random) -> Case:
 
 
 def _sum_steps(first: int, second: int) -> str:
-    steps, carried = [], 0
+    steps, carried = list[str](), 0
     while first or second or not steps:
         (first, one), (second, other) = divmod(first, 10), divmod(second, 10)
         steps.append(f"{one}+{other}+{carried}={one + other + carried}")

@@ -107,10 +107,8 @@ class LiveAnswer:
         if not self.scores:
             return ()
         tokens = [*self.held, *new][-len(self.scores) // 2 :]
-        made = [
-            TokenLogprobs(*pair, (), drawn)
-            for *pair, drawn in zip(tokens, self.scores[::2], self.scores[1::2], strict=True)
-        ]
+        each = zip(tokens, self.scores[::2], self.scores[1::2], strict=True)
+        made = [TokenLogprobs(token, own, (), drawn) for token, own, drawn in each]
         self.scores = []
         self.held_logprobs += made[: len(made) - len(new)]
         return tuple(made[len(made) - len(new) :])
