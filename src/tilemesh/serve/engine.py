@@ -547,8 +547,8 @@ def _limits(
     pages, chunk = config.pages, config.step_tokens if config.chunk_tokens is None else config.chunk_tokens
     # A draft looks as far back as it likes, and steps that are launched ahead have one table of pages.
     slides = 0 < model.window < longest and draft is None
-    by_itself = device.type == "cpu" or config.launch_ahead is False
-    mixed = slides and bool(model.full_layers) and by_itself and not config.swap_pages
+    ahead = device.type == "cuda" if config.launch_ahead is None else config.launch_ahead
+    mixed = slides and bool(model.full_layers) and not ahead and not config.swap_pages
     local = 0
     if mixed:  # a window of each, where it begins within a page, and the page after; beside them a step's prompts
         each = -(-model.window // config.page_tokens) + 2
