@@ -123,7 +123,7 @@ def test_the_command_grades_by_the_plan_that_was_written(tmp_path: Path) -> None
         return result.stdout
 
     cluster = ("--cluster", "16xh100")
-    fixed = "zero=2,tp=2,pp=1,microbatch=2,recompute=none"
+    fixed = "zero=2,tp=2,pp=1,microbatch=1,recompute=none"
     run("llama-3-8b", *cluster, "--batch", "128", "--for", "torchtitan", "--fix", fixed, "--out", str(tmp_path / "job"))
     (tmp_path / "a.log").write_text(LINES["torchtitan"](7.0))
     graded = ("grade", str(tmp_path / "a.log"), "--of", "torchtitan")
