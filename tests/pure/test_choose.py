@@ -34,6 +34,7 @@ from tilemesh.graph.ir import Node, ordered
 from tilemesh.graph.size import numbers
 from tilemesh.parallel.choose import CHOOSERS, choose, race
 from tilemesh.parallel.choose.dynamic import dynamic
+from tilemesh.parallel.choose.recipes import recipes, with_recipes
 from tilemesh.parallel.choose.stages import cut_stages, placed_stage_s
 from tilemesh.parallel.choose.walk import Walk, at_random, greedy
 from tilemesh.plan.place.cost import MeshCost
@@ -361,6 +362,28 @@ def test_llama_8b_on_64_ranks_is_built_and_solved_with_proof() -> None:
 
 def llama_8b(layers: int) -> Training:
     return transformer(layers, 64, 1024, 4096, 14336, 32, kv_heads=8, vocabulary=128256, norms=True)
+
+
+def test_recipes_pin_the_layouts_that_their_names_say() -> None:
+    space = space_of(transformer(2, 8, 16, 64, 128, 4), (("tp", 2), ("dp", 2)), "4xh100")
+    pins = recipes(space)
+
+    def of(name: str, weight: str) -> set[str]:
+        return {str(placement) for key, placement in pins[name].items() if key.endswith(weight)}
+
+    for weight in COLUMNS:
+        assert (of("megatron", weight), of("2d", weight)) == ({"tp:S(0)"}, {"tp:S(0) dp:S(1)"})
+    for weight in ROWS:
+        assert (of("megatron", weight), of("2d", weight)) == ({"tp:S(1)"}, {"dp:S(0) tp:S(1)"})
+    assert (of("fsdp", "wq"), of("ddp", "wq"), of("ddp", "x")) == ({"dp:S(0)"}, {"R"}, {"dp:S(0)"})
+    answers = with_recipes(space, [greedy(space.problem)])
+    assert {each.chooser for each in answers} == {"greedy", *pins}
+    for each in answers:
+        assert each.choice is not None
+        placed = space.placed(each.choice)
+        for node in space.graph.inputs:
+            wanted = pins.get(each.chooser, {}).get(node["name"])
+            assert wanted is None or placed.placements[node] == wanted
 
 
 # Stages ---------------------------------------------------------------------------------------------------------------

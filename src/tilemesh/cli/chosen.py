@@ -58,6 +58,7 @@ def place_program(graph: Graph, model: Any, words: PlacingWords) -> tuple[Placed
     if words.choose is None:
         return place(graph, words.mesh, words.pin), []
     from tilemesh.parallel.choose import CHOOSERS, race, refusal
+    from tilemesh.parallel.choose.recipes import with_recipes
     from tilemesh.plan.place.cost import MeshCost
     from tilemesh.plan.place.space import PlacementSpace
 
@@ -70,6 +71,8 @@ def place_program(graph: Graph, model: Any, words: PlacingWords) -> tuple[Placed
     space = PlacementSpace(graph, MeshCost(axes, cluster), carried, limit_bytes=limit, ends=ends)
     problem = space.problem.fixed(space.pinned({name: pins[name] for name in pins if name not in results}))
     answers = race(problem, tuple(CHOOSERS) if words.choose == "all" else (words.choose,))
+    if words.choose == "all" and not pins:
+        answers = with_recipes(space, answers)
     if answers[0].choice is None:
         raise refusal(problem, words.choose)
     return space.placed(answers[0].choice), answers
