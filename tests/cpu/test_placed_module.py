@@ -16,18 +16,14 @@ from tilemesh.comm.connection import run_threads
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.axes import ordered, ranks_of
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.tensor_placement import parse
 from tilemesh.graph import build
 from tilemesh.graph.by_torch import run_torch
 from tilemesh.graph.ir import Node
 from tilemesh.graph.joint import ModuleCall, trace_joint, with_update
 from tilemesh.parallel import Mesh, PlacedModule, place
-from tilemesh.parallel.choose import choose
-from tilemesh.parallel.placed import Pins, joint_of, place_joint
-from tilemesh.plan.place.cost import MeshCost
+from tilemesh.parallel.placed import Pins, place_joint
 from tilemesh.plan.place.propagate import propagate
-from tilemesh.plan.place.space import PlacementSpace
 from tilemesh.runs.tensors import parts_of
 
 D = torch.float64
@@ -213,29 +209,6 @@ def test_states_cut_over_the_batchs_axis_are_zeros_first_stage() -> None:
     for name, value in module.state_dict().items():
         new = next(new for new, old in replaced.items() if old["name"] == name)
         torch.testing.assert_close(made[graph.outputs.index(new)], value, atol=TOLERANCE, rtol=TOLERANCE)
-
-
-@pytest.mark.parametrize(("chooser", "sizes"), [("dp", {"dp": 2}), ("greedy", {"dp": 2, "tp": 2})])
-def test_what_a_chooser_chose_runs(chooser: str, sizes: dict[str, int]) -> None:
-    """Gradients replace their parameters, as far as a chooser is concerned: they lie alike."""
-    module, example = Mlp(), batch(16)
-    trace = trace_joint(module, ModuleCall.example(example))
-    gradients = trace.graph.outputs[trace.results :]
-    carried = {node: trace.node(name) for name, node in zip(trace.gradients, gradients, strict=True)}
-    space = PlacementSpace(trace.graph, MeshCost(ordered(sizes), parse_cluster("4xh100")), carried)
-    chosen = choose(space.problem, chooser)
-    assert chosen.choice is not None
-    joint = joint_of(trace, space.placed(chosen.choice))
-
-    def rank(comm: Communicator) -> Any:
-        laid = place(module, Mesh(comm, **sizes), {}, example, joint=joint)
-        return train(laid, example, itself, by_adam), laid.gather()
-
-    (losses, state), *_ = run_threads(ranks_of(ordered(sizes)), rank)
-    single = copy.deepcopy(module)
-    assert losses == pytest.approx(train(single, example, itself, by_adam), abs=TOLERANCE)
-    for name, value in single.state_dict().items():
-        torch.testing.assert_close(state[name], value, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 class Scores(nn.Linear):

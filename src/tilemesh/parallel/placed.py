@@ -73,15 +73,6 @@ class PlacedJoint:
         return self.placed.placements.get(self.trace.node(name), REPLICATED)
 
 
-def joint_of(trace: JointTrace, placed: PlacedGraph) -> PlacedJoint:
-    """A placement of the joint graph that a chooser gave: results come whole, gradients like their parameters."""
-    lies = {node["name"]: placed.placements.get(node, REPLICATED) for node in trace.graph.inputs}
-    if cut := [number for number in trace.tangents if lies[tangent_name(number)].marks]:
-        raise UsageError(f"{tangent_name(cut[0])} is {lies[tangent_name(cut[0])]}: pin it R, results come whole")
-    ends = tuple(lies[name] for name in (*trace.changed, *trace.gradients))
-    return PlacedJoint(trace, placed, (*(REPLICATED,) * trace.results, *ends))
-
-
 def place_joint(trace: JointTrace, axes: Axes, pins: Pins, choose: Chooser = propagate) -> PlacedJoint:
     """Pins say where some tensors lie; where other parameters and inputs do follows from the forward pass, then where
     the backward pass' tensors do. Results are wanted whole unless they are pinned."""
