@@ -69,14 +69,14 @@ class PrefixCache:
     def begin_again(self) -> None:
         """Nothing that was published so far is found any more."""
         self._roots.clear()
-        self.forget_idle()
 
-    def forget_idle(self) -> None:
-        """Free the pages that nobody uses, all at once: after each batch of answers there are tens of thousands."""
+    def forget_idle(self) -> set[int]:
+        """Free the pages that nobody uses, all at once, and return them: after a batch of answers tens of thousands."""
         freed = set(self._pool.free_idle())
         if freed:
             self._entries = {page: entry for page, entry in self._entries.items() if page not in freed}
             self._pages = {key: page for page, (_, key) in self._entries.items()}
+        return freed
 
     def _root(self, adapter: int) -> int:
         if adapter not in self._roots:

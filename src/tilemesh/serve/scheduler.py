@@ -245,12 +245,18 @@ class Scheduler:
         for request in self.waiting:
             self._free(request)
             request.state = RequestState.WAITING
-        self.prefixes.forget_idle()
+        self._forget_idle()
 
     def renew(self, version: int) -> None:
         """From now on other weights compute: nothing of the older ones is found. Requests that have pages keep them."""
         self.version = version
         self.prefixes.begin_again()
+        self._forget_idle()
+
+    def _forget_idle(self) -> None:
+        for page in self.prefixes.forget_idle():
+            if self.local is not None:
+                self.local.forget(page)
 
     @property
     def busy(self) -> bool:
