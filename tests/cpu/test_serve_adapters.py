@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from pathlib import Path
@@ -86,7 +87,7 @@ def prompts_of(count: int) -> list[list[int]]:
 
 
 def asked(number: int) -> Sampling:
-    return Sampling(**{**vars(GREEDY), "adapter": f"a{number}"})
+    return dataclasses.replace(GREEDY, adapter=f"a{number}")
 
 
 def answers(
