@@ -576,7 +576,11 @@ FOREIGN = [
         {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "linear"}},
         "rope_scaling and rope_parameters say different things: leave one away",  # neither key is passed over
     ),
-    (LLAMA, {"rope_parameters": {"rope_type": "yarn"}, "rope_scaling": {"rope_type": "default"}}, "scaled by 'yarn'"),
+    (
+        LLAMA,
+        {"rope_parameters": {"rope_type": "yarn"}, "rope_scaling": {"rope_type": "default"}},
+        "say different things",
+    ),
     (
         LLAMA,
         {

@@ -206,7 +206,7 @@ def _judge(case: ConfigCase, root: Path) -> tuple[str, str]:
         huggingface.save(ours, copy)
     except UsageError as error:
         return "wrong", f"tilemesh reads it and cannot write it: {_line(error)}"
-    back = transformers.AutoModelForCausalLM.from_pretrained(copy, local_files_only=True)
+    back = transformers.AutoModelForCausalLM.from_pretrained(copy, local_files_only=True, attn_implementation=attention)
     wrong = _difference(logits_of(back), expected)
     return ("wrong", f"tilemesh writes it: {wrong}") if wrong else ("equal", "")
 
