@@ -39,6 +39,7 @@ for role, (_, flops, does) in work.ROLES.items():
 everybody = work.planned(small, "16xh100", algorithm="ppo", critic="own", reward="model", reference=True)
 share = everybody.seconds["rollout"] / everybody.step.seconds
 print(", ".join(f"{phase} {format_seconds(seconds)}" for phase, seconds in everybody.seconds.items()))
+print("(planned, not measured: there are no 16 H100s here; the actor's log-probabilities are kept as it draws)")
 guess = predict(
     "share of a step that drawing takes, where it is 2 of 22 operations",
     name="drawing's share of a step",
@@ -53,7 +54,8 @@ assert share > 2 / 22
 #
 # - **GRPO** drops the critic: the mean of several answers to a prompt says what was to be expected.
 # - A **verifier** (a test, a calculator) replaces the reward model, and cannot be flattered.
-# - A **LoRA** actor trains a few million numbers on top of frozen weights. Those *are* the reference: it takes 0 bytes.
+# - A **LoRA** actor trains a few million numbers (**adapters**) on top of frozen weights. Those *are* the reference:
+#   it takes 0 bytes.
 
 # %%
 variants = {
@@ -82,6 +84,10 @@ for words, choices in variants.items():
 assert predictions["GRPO, LoRA"].step.seconds < predictions["four models"].step.seconds
 
 # %% [markdown]
+# Models include the engine's own copy of the weights. Fewer models leave room for a quicker layout: a verifier's plan
+# cuts the model over fewer stages, so a rank holds more and the step is shorter. (The letters are those of chapters 5
+# to 7.)
+#
 # ## The length trap
 #
 # GRPO divides each answer's gradient by its length, so that every answer counts alike. It sounds fair. But for a

@@ -25,6 +25,10 @@ def dance() -> str:
     for y, words, at in ((70, "scores", 86), (130, "values", 124), (190, "log-probabilities", 184)):
         scene.arrow(462, y, 598, 130, colour=6)
         scene.text(536 if y != 130 else 480, at, words, quiet=True, size=11)
+    scene.line(125, 100, 125, 40)
+    scene.line(125, 40, 685, 40)
+    scene.arrow(685, 40, 685, 98, colour=6)
+    scene.text(560, 54, "old log-probabilities", quiet=True, size=11)
     scene.line(685, 162, 685, 228)
     scene.line(125, 228, 685, 228)
     scene.arrow(125, 228, 125, 142, colour=6)
@@ -49,7 +53,7 @@ def held() -> str:
         scene.text(216, y + 20, words, align="end")
         for role in roles:
             width = ROLES[role].state_bytes * 15
-            scene.box(x, y, width - 2, 30, role if width > 60 else "", colour=colours[role])
+            scene.box(x, y, width - 2, 30, role if width > 60 else role[:3], colour=colours[role], size=10)
             x += width
         total = sum(ROLES[role].state_bytes for role in roles)
         adapters = ", and a few million numbers of adapters: base and reference are one" if total == 2 else ""

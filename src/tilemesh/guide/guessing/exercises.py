@@ -48,7 +48,7 @@ LOSES = choice(
         "In large batches, where a step is bound by arithmetic.": None,
         "On long answers.": "The gain per pass is the same, however long the answer is.",
         "At temperature 0.": "Guesses stay more often there: the likeliest token is easier to guess.",
-        "Where the small model has another vocabulary of words that are rare.": "Rare words are rejected now and then; "
+        "On text with rare words, whatever the batch.": "Rare words are rejected now and then; "
         "each pass still gives at least one token.",
     },
     explanation="Guesses spend idle arithmetic. A step that is already bound by it takes longer for each of them, and "

@@ -38,6 +38,9 @@ arithmetic = format_seconds(flops / 10e9)
 print(f"{format_seconds(eager.median / operators)} per operator; the arithmetic of all at 10 GFLOP/s: {arithmetic}")
 
 # %% [markdown]
+# More than 36 additions take: a linear layer is a Python module, a transposed view and a product, and each call costs
+# several times what adding two numbers does.
+#
 # ## Record once, run again
 #
 # A **CUDA graph** is the list of a step's kernels with their very addresses, recorded once. To run it again is *one*

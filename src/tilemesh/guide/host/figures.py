@@ -13,9 +13,9 @@ from tilemesh.report.picture import curves
 def figures() -> dict[str, str]:
     return {
         "device_bound.svg": _kernels("Kernels longer than launches: the device is never idle", [4.0] * 8, [10.0] * 8),
-        "host_bound.svg": _kernels("Launches longer than kernels: the device waits", [14.0] * 8, [6.0] * 8),
+        "host_bound.svg": _kernels("Launches longer than kernels: the device waits", [9.0] * 8, [4.0] * 8),
         "read.svg": _kernels("The host reads a result after each third kernel", [4.0] * 8, [10.0] * 8, every=3),
-        "recorded.svg": _kernels("Recorded: one launch for all", [14.0] + [0.0] * 7, [6.0] * 8),
+        "recorded.svg": _kernels("Recorded: one launch for all", [9.0] + [0.0] * 7, [4.0] * 8),
         "buckets.svg": buckets(),
     }
 

@@ -99,8 +99,8 @@ print(f"after the first request has ended: free {pool.available}")
 # ## The same beginning, once
 #
 # Chats begin alike: the same instructions, the same documents, everything said before. A page is found by a **hash
-# chain**: its key is made of its tokens and of the key of the page before. So equal keys mean that *everything* up to
-# there is equal, which is what keys and values depend on.
+# chain**: its key is made of its tokens and of the key of the page before. So equal keys mean (but for a collision of
+# hashes) that *everything* up to there is equal, which is what keys and values depend on.
 
 # %%
 lesson.source(work.chain)
@@ -134,7 +134,8 @@ assert again_s < alone_s
 # Requests that run grow; some day there is no free page. Then the engine **evicts** pages that are only kept for
 # later, and if there are none it **preempts** the newest request: its pages go to older ones. Later it is *computed
 # again* (its tokens are known: one prefill), or its pages were copied to the CPU's memory and come back (*swapped*).
-# Computing again takes operations, swapping takes the link: for the 70 B model on an H100, a request of 1,000 tokens:
+# Computing again takes operations, swapping takes the link: for the 70 B model and a request of 1,000 tokens,
+# computed for one H100 (on eight, both are an eighth):
 
 # %%
 flops, peak, link = 2 * 70e9 * 1000, 0.5 * 989e12, 55e9

@@ -259,7 +259,7 @@ ALLOCATOR = code(
     "Write a page allocator with copy on write. `page_allocator(pages, page_tokens)` returns an object with four "
     "methods; the checker writes tokens where it says, and reads them back.",
     '''def page_allocator(pages, page_tokens):
-    """An object with these methods:
+    """An object with these methods; pages are numbered 0 to pages - 1:
 
     append(name)       one more token of a sequence, which may be new: (page, place in the page, source), where source
                        is the page to copy from because others still use it, or None; None instead if no page is free

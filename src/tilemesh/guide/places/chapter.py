@@ -100,7 +100,7 @@ print(f"over NVLink (450 GB/s): {format_seconds(received / 450e9)}; over 50 GB/s
 # ## The planner's answer
 #
 # Which placement would you choose for an 8 B model with GRPO on 16 H100s? The planner tries all sizes and layouts
-# with the memory of chapter 13 and the clocks of chapters 7 and 8:
+# with the memory of chapter 13 and the clocks of chapters 7 and 8 (without a reference, which chapter 13's 8 B had):
 
 # %%
 name, cluster = "llama-3-8b", "16xh100"

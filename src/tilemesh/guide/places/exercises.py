@@ -13,7 +13,6 @@ SPLIT = numeric(
     "Drawing takes 12 rank-seconds and training 6. On 6 ranks, 4 of which draw and 2 train, one batch ahead: how many "
     "seconds does a step take?",
     3,
-    unit="s",
     wrong={
         6: "6 is 3 + 3: one after the other. A batch ahead, both work at the same time.",
         1: "1 s is training on all 6 ranks.",

@@ -67,9 +67,9 @@ assert statistics.mean(lost) < 0.95
 #
 # **3. Who earned it?** A text is a chain of choices, paid once at the end. If every token gets the whole score, the
 # first of twelve is praised and blamed for what eleven others did. A critic that knows what to expect *before* each
-# choice, V, gives each choice its own share: δ = r + V(next) - V(now). **GAE** takes a λ between: the sum of (γλ)^k δ
-# of the k-th choice after. λ = 1: everything that followed (true, noisy). λ = 0: only what the critic says (quiet,
-# and wrong if the critic is).
+# choice, V, gives each choice its own share: δ = r + γ V(next) - V(now), where γ (1 here) makes later rewards count
+# less. **GAE** takes a λ between: the sum of (γλ)^k δ of the k-th choice after. λ = 1: everything that followed
+# (true, noisy). λ = 0: only what the critic says (quiet, and wrong if the critic is).
 
 # %%
 length = 12
@@ -97,7 +97,8 @@ assert work.chain_advantages(0.0, False)[0] == 0.0
 #
 # **5. Ratio and clip.** Weigh each sample by π_new / π_old: then the average is right again (importance sampling).
 # And stop pushing a sample whose ratio has left 1 ± 0.2 in the direction of its advantage: min(ratio · A, clip(ratio)
-# · A). Its gradient is then zero.
+# · A). Its gradient is then zero. How far apart two policies are is said by their **KL**, Σ π log(π / π'): 0 if they
+# are equal, never negative.
 
 # %%
 guess = predict(
@@ -109,15 +110,17 @@ guess = predict(
 clipped = [work.reuse("clip", seed) for seed in range(5)]
 plain = [work.reuse("plain", seed) for seed in range(5)]
 lesson.show(guess, statistics.mean(first for first, _ in clipped), missing={"limit": "0: no update"})
-print(f"without the clip: {statistics.mean(first for first, _ in plain):.2f}")
-print(f"after 40 rounds: {[round(end, 2) for _, end in plain]} without, {[round(end, 2) for _, end in clipped]} with")
+unbounded = [work.reuse("clip", seed, clip=1e9) for seed in range(5)]
+for words, runs in (("neither", plain), ("the ratio alone", unbounded), ("ratio and clip", clipped)):
+    print(f"{words}: KL {statistics.mean(first for first, _ in runs):.2f} in the first round; after 40 rounds "
+          f"{[round(end, 2) for _, end in runs]}")  # fmt: skip
 assert statistics.mean(end for _, end in clipped) > statistics.mean(end for _, end in plain)
 
 # %% [markdown]
 # **6. Stay near where you came from.** A reward is never quite what you want. Here a reward model is right about
 # seven answers and loves the eighth, which is worthless and which the model hardly ever gave before. **It fails**:
 # train long enough and every answer is the eighth (*reward hacking*). A penalty β · KL(π, reference) keeps the policy
-# near. The best policy then is known exactly: reference · exp(reward / β).
+# near. The best policy then is known exactly: reference · exp(reward / β), scaled to sum to 1.
 
 # %%
 print("   β      KL   reward model says   true reward")

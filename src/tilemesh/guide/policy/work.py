@@ -68,7 +68,7 @@ def learn(shift: float, with_baseline: bool, steps: int = 120, rate: float = 1.0
 # A chain of choices ---------------------------------------------------------------------------------------------------
 
 
-def chain_advantages(decay: float, knows: bool, length: int = 12, chains: int = 2000) -> tuple[float, float]:
+def chain_advantages(decay: float, knows: bool, length: int = 12, chains: int = 50_000) -> tuple[float, float]:
     """Chains of right (1) and wrong (0) choices, paid at the end for the share that is right, with noise. Of the first
     choice: by how much its advantage is higher where it was right, and how much advantages scatter.
 

@@ -4,9 +4,9 @@
 # # Chapter 8: a request's life
 #
 # A text goes to a served model. It is cut into **tokens**, waits in a **queue**, is **scheduled**, its prompt is read
-# in one go (**prefill**), then tokens come one by one (**decode**): each is **sampled** from the model's probabilities,
-# turned back into text and **streamed** to whoever asked. Two times matter to a person: until the first token, and
-# between two tokens.
+# in one go (**prefill**), then tokens come one by one (**decode**): each is **sampled** from the model's
+# probabilities, turned back into text and **streamed** to whoever asked. Two times matter to a person: until the
+# first token, and between two tokens.
 #
 # A decode step computes one token of a request. For that it reads every weight of the model once and does two
 # operations with each. Here is a model of 27 million weights in 4 bytes each; a product with a matrix of 128 MiB says
@@ -28,7 +28,8 @@ served = work.random_model()
 read = work.weight_bytes(served)
 alone_s = work.product_seconds(1)
 rate = work.PRODUCT_BYTES / alone_s
-print(f"a step reads {read / 1e6:.0f} MB of weights; this machine reads {rate / 1e9:.1f} GB/s")
+print(f"a step reads {read / 1e6:.0f} MB (all weights but the embedding, of which a token reads one row); this machine "
+      f"reads {rate / 1e9:.1f} GB/s")  # fmt: skip
 lesson.source(work.serve)
 guess = predict(
     "time of one decode step, one request: how long does it take to read all weights?",
@@ -51,9 +52,9 @@ assert len(record.output) == 16
 # Reading the weights is the limit: a processor can do far more than two operations in the time in which it reads one
 # weight. What lies above the limit is the host: Python and one small operator after the other (chapter 10).
 #
-# So the weights are read once for one token. How much longer does it take to make a token for each of 16 requests from
-# the same read? The roofline of chapter 4: the longer of reading and computing. A product with 256 vectors says how
-# quickly this machine computes.
+# So the weights are read once for one token. How much longer does it take to make a token for each of 16 requests
+# from the same read? The roofline of chapter 4: the longer of reading and computing. A product with 256 vectors says
+# how quickly this machine computes.
 
 # %%
 flops_per_s = 256 * work.PRODUCT_BYTES / 2 / work.product_seconds(256)  # 2 operations for 4 bytes and vector
@@ -71,10 +72,11 @@ print(f"tokens per second: {1 / one_s:.0f} for one request, {16 / many_s:.0f} fo
 assert 16 / many_s > 1 / one_s, "a batch makes more tokens per second"
 
 # %% [markdown]
-# Far less than 16 times: this is why engines batch. The price is the gap between tokens that each person sees. Take
-# a step's time as a + b · tokens, from the two measurements, and work *backwards* from a budget: if nobody may wait
-# longer than 60 ms for a token, how many requests may share a step? A model that takes 10 s to predict is useless,
-# however many predictions it makes at once.
+# Far less than 16 times: this is why engines batch. (On a CPU computing overtakes reading after a few requests, on a
+# GPU only after some hundred.) The price is the gap between tokens that each person sees. Take a step's time as a + b
+# · tokens, from the two measurements, and work *backwards* from a budget: if nobody may wait longer than 60 ms for a
+# token, how many requests may share a step? A model that takes 10 s to predict is useless, however many predictions
+# it makes at once.
 
 # %%
 per_token_s = max(1e-6, (many_s - one_s) / 15)
@@ -94,9 +96,10 @@ for budget_s in (0.03, 0.06, 0.12):
 # %% [markdown]
 # ## Static or continuous
 #
-# Eight requests want 4 to 40 tokens. A **static** batch takes four, computes until the longest is done, then takes the
-# next four. A **continuous** batch is made anew in every step: who has ended leaves, who waits joins. `s` is the first
-# step, `#` a token, `.` waiting. How many times quicker is the last answer there?
+# Eight requests want 4 to 40 tokens. A **static** batch takes four, computes until the longest is done, then takes
+# the next four. A **continuous** batch is made anew in every step: who has ended leaves, who waits joins. `s` is the
+# first step, `#` a token, `.` no token in this column: it waits, or a step takes longer. How many times quicker is
+# the last answer there?
 
 # %%
 answers = (40, 4, 6, 5, 4, 30, 5, 6)
@@ -168,9 +171,9 @@ for chunk in (256, 64, 16):
 # %% [markdown]
 # ## Little's law
 #
-# Requests come independently of each other, on average λ per second, and each stays for W seconds on average. Then
-# L = λ · W of them are there on average, whatever the scheduler does. It needs no model of the engine: count L and λ,
-# and you know W; or see that a queue grows.
+# Requests come, on average λ per second in whatever rhythm, and each stays for W seconds on average. Then L = λ · W
+# of them are there on average, whatever the scheduler does. It needs no model of the engine: count L and λ, and you
+# know W; or see that a queue grows.
 
 # %%
 capacity = 1 / (16 * fixed_s / 16 + 47 * per_token_s)  # requests per second: 16 share each step; 32 + 16 - 1 tokens
@@ -190,7 +193,8 @@ guess = predict(
 lesson.show(guess, work.mean_in_system(records), missing={"limit": "0, if nobody came"})
 
 # %% [markdown]
-# Load and waiting do not grow together: at 95 % of capacity the same engine makes people wait much longer than at 50 %.
+# Load and waiting do not grow together: at 95 % of capacity the same engine makes people wait much longer than at 50
+# %.
 
 # %%
 for share in (0.5, 0.8, 0.95, 1.2):
@@ -202,8 +206,8 @@ for share in (0.5, 0.8, 0.95, 1.2):
 # %% [markdown]
 # ## What an answer costs
 #
-# Latency, throughput, and energy: a device that draws P watts and makes n tokens in a step of t seconds spends
-# P · t / n joules per token. With P = 100 W (stated, not measured: `nvidia-smi` or RAPL say what yours draws):
+# Latency, throughput, and energy: a device that draws P watts and makes n tokens in a step of t seconds spends P · t
+# / n joules per token. With P = 100 W (stated, not measured: `nvidia-smi` or RAPL say what yours draws):
 
 # %%
 for batch in (1, 4, 16):

@@ -42,7 +42,7 @@ LITTLE = numeric(
 
 WHY = choice(
     "why_decode",
-    "Why does a decode step of 8 requests take hardly longer than one of a single request?",
+    "On a GPU a decode step of 8 requests takes hardly longer than one of a single request. Why?",
     {
         "The weights are read once for all eight, and reading them takes longest.": None,
         "The eight run on eight cores.": "It is so on one core, too, and on a GPU: what is shared is the read of the "
@@ -254,9 +254,10 @@ def _why_no_step(step: Any, here: Sequence[RequestView], free: Sequence[int], ca
     running = [one for one in here if one.pages]
     for one in running:
         if free or one.done < len(one.pages) * case.page_tokens:
+            room = len(free) * case.page_tokens + len(one.pages) * case.page_tokens - one.done
             return (
-                f"nobody runs although request {one.name} has pages and {one.known - one.done} of its {one.known} "
-                "tokens to compute: after a chunk comes the rest of the prompt."
+                f"nobody runs although request {one.name} has {one.known - one.done} of its {one.known} tokens to "
+                f"compute and room for {room}: after a chunk comes the rest of the prompt, as much as fits."
             )
     if running:
         return (
@@ -289,9 +290,10 @@ SCHEDULER = code(
     '''def next_step(requests, free_pages, page_tokens, budget):
     """{name: (tokens to compute, [new pages])} for those that run in this step.
 
-    requests: those that are here, oldest first; each has .name, .prompt, .known (tokens of the prompt and of the answer
-    so far), .done (how many of them were computed), .pages (its pages), .most (tokens of prompt and whole answer). A
-    request whose known tokens are all computed gets one more at the end of the step; its last needs no page.
+    requests: those that are here, oldest first (who has pages has begun); each has .name, .prompt, .known (tokens of
+    the prompt and of the answer so far), .done (how many of them were computed), .pages (its pages), .most (tokens of
+    prompt and whole answer). free_pages: numbers of pages that nobody has. A request whose known tokens are all
+    computed gets one more at the end of the step; its last needs no page.
     """
     ...''',
     returns="a dictionary such as {'0': (8, [3, 4])}",

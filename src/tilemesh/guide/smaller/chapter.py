@@ -4,8 +4,8 @@
 # # Chapter 17: making it smaller
 #
 # A model is too large for a phone, or too slow: decoding reads every weight for every token (chapter 8), so half the
-# bytes are half the time. Four ways: fewer **bits** per weight, fewer **weights**, a smaller model that **learns
-# from** the large one, and thinner matrices. What does each cost?
+# bytes are half the time. Three ways: fewer **bits** per weight, fewer **weights**, and a smaller model that **learns
+# from** the large one. What does each cost?
 #
 # The subject: a Transformer of 84,000 weights, trained here and now to sort six digits.
 
@@ -36,8 +36,8 @@ assert plain.right > 0.7
 # ## Fewer bits
 #
 # Rounding to b bits with one scale per group of weights: 2^(b-1) - 1 steps reach from 0 to the group's largest
-# weight. The error of one weight is evenly spread over a step, so its size is step / √12. The largest of 16 normal
-# numbers is about 1.8 of their spread: with 4 bits (7 steps) the error is about...
+# weight. The error of one weight is evenly spread over a step, so its size is step / √12. The largest magnitude of 16
+# normal numbers is about 2.1 of their spread: with 4 bits (7 steps) the error is about...
 
 # %%
 lesson.source(work.rounding_error)
@@ -45,7 +45,7 @@ guess = predict(
     "error of rounding to 4 bits in groups of 16, as a share of the weights' size",
     name="rounding error, 4 bits, groups of 16",
     unit="fraction",
-    model=1.77 / 7 / 12**0.5,
+    model=2.08 / 7 / 12**0.5,
 )
 lesson.show(guess, work.rounding_error(4, 16), missing={"limit": "0: all bits"})
 for bits in (8, 4, 3, 2):
@@ -53,8 +53,9 @@ for bits in (8, 4, 3, 2):
     print(f"{bits} bits: error {errors}")
 
 # %% [markdown]
-# Each bit less doubles the error; smaller groups have smaller largest weights, and pay with more scales (16 bits for
-# 16 weights is one bit per weight). Now the model, rounded after training (**PTQ**):
+# Each bit less doubles the error while there are many steps (127, 63, …), and more than doubles it at the end (7, 3,
+# 1); smaller groups have smaller largest weights, and pay with more scales (16 bits for 16 weights is one bit per
+# weight). Now the model, rounded after training (**PTQ**):
 
 # %%
 tokens = work.sequences(64, 77)[:, :-1]
@@ -66,9 +67,10 @@ assert abs(results["int8"].right - plain.right) < 0.03
 assert results["int2-g16"].loss > plain.loss
 
 # %% [markdown]
-# Eight bits cost nothing, four little; at two, rounding to nearest breaks. The notes that this guide grew from say:
-# PTQ, *medium* accuracy; **QAT** (training that rounds in every pass), *high*. And GPTQ, which rounds column by
-# column and lets later columns make good for earlier ones, needs no training. Where does QAT with 2 bits end?
+# Eight bits cost nothing, four little; at two, rounding to nearest is clearly worse. The notes that this guide grew
+# from say: PTQ, *medium* accuracy; **QAT** (training that rounds in every pass), *high*. And GPTQ, which rounds
+# column by column and lets later columns make good for earlier ones, needs no training. Where does QAT with 2 bits
+# end?
 
 # %%
 guess = predict(
@@ -92,7 +94,14 @@ assert aware.loss < results["int2-g16"].loss
 # zeros, and with half of its rows.
 
 # %%
-for structure, amount in (("unstructured", 0.5), ("unstructured", 0.8), ("2:4", 0.5), ("mlp", 0.25), ("mlp", 0.5)):
+for structure, amount in (
+    ("unstructured", 0.29),
+    ("unstructured", 0.5),
+    ("unstructured", 0.8),
+    ("2:4", 0.5),
+    ("mlp", 0.25),
+    ("mlp", 0.5),
+):
     smaller = prune(model, Recipe(prune=PruneRecipe(structure=structure, amount=amount)))  # type: ignore[arg-type]
     result = work.quality(smaller)
     print(f"{structure:>13} {amount:.0%}: {result.right:.1%} right, {work.weights_of(smaller):,} numbers stored")

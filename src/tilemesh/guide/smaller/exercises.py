@@ -23,11 +23,11 @@ BITS = numeric(
 
 LEVELS = choice(
     "levels",
-    "What does one bit less do to the rounding error?",
+    "What does one bit less, 7 instead of 8, do to the rounding error?",
     {
         "It doubles it: half as many steps reach as far.": None,
         "It adds a constant.": "The step is the largest weight by the number of steps, and that number halves.",
-        "It grows by an eighth, from 8 bits to 7.": "Bits are exponents: 7 bits have half as many levels as 8.",
+        "It grows by an eighth.": "Bits are exponents: 7 bits have half as many levels as 8.",
         "Nothing, with a better scale.": "A better scale clips or shrinks; the number of levels still halves.",
     },
     explanation="step = largest / (2^(b-1) - 1), error = step / √12.",
