@@ -81,7 +81,7 @@ def trained_with_rounding(model: Transformer, recipe: str, steps: int = 60) -> T
 
 def rounding_error(bits: int, group: int) -> float:
     """The error of rounding normal numbers to so many bits with a scale per group, as a share of their size."""
-    values = torch.randn(4096, group, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    values = torch.randn(1 << 16, generator=torch.Generator().manual_seed(3), dtype=torch.float64).view(-1, group)
     most = 2 ** (bits - 1) - 1
     scale = values.abs().amax(1, keepdim=True) / most
     rounded = (values / scale).round().clamp(-most - 1, most) * scale
