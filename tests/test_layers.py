@@ -86,7 +86,7 @@ MOST_LINES = {
     "graph": 9_106,
     "model": 9_628,
     "plan": 8_024,
-    "parallel": 9_417,
+    "parallel": 9_481,
     "methods": 1_978,
     "compress": 1_820,
     "train": 7_741,

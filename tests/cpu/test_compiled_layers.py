@@ -11,6 +11,7 @@ import torch
 from torch._dynamo.backends.debugging import aot_eager
 
 from tilemesh.comm.connection import connect
+from tilemesh.comm.runtime.mirror import mirror
 from tilemesh.model import huggingface
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.mesh import Mesh
@@ -22,10 +23,11 @@ from tilemesh.train.teach import from_teacher
 SMALL = "model.layers=5,model.width=32,model.heads=2,model.context=16,model.vocabulary=300,model.dropout=0.0"
 
 
-def compiled_and_own(sets: str, monkeypatch: pytest.MonkeyPatch) -> int:
+def compiled_and_own(sets: str, monkeypatch: pytest.MonkeyPatch, tp: int = 1) -> int:
     """How many graphs served a pass whose loss and gradients are those of the model's own layers."""
-    config = load(mesh="dp=1", sets=[SMALL, sets, "train.compile=layers,train.device=cpu"])
-    laid = lay_model(config, Mesh(connect("alone")), torch.device("cpu"))
+    config = load(mesh=f"dp=1,tp={tp}", sets=[SMALL, sets, "train.compile=layers,train.device=cpu"])
+    comm = connect("alone") if tp == 1 else mirror(tp)
+    laid = lay_model(config, Mesh(comm, tp=tp), torch.device("cpu"))
     graphs: list[int] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -58,6 +60,19 @@ def compiled_and_own(sets: str, monkeypatch: pytest.MonkeyPatch) -> int:
 def test_three_graphs_serve_five_layers(sets: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # The first layer, where nothing is added before the norm; the others; what follows the last.
     assert compiled_and_own(sets, monkeypatch) <= 3
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        "plan.sequence_parallel=true,model.norm=rmsnorm,model.qk_norm=full",
+        pytest.param("plan.sequence_parallel=false", marks=pytest.mark.slow),
+        pytest.param("plan.sequence_parallel=true,plan.recompute=operators", marks=pytest.mark.slow),
+    ],
+)
+def test_a_layer_cut_over_ranks_is_one_graph(sets: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As above; the head's stops at the loss, whose exchanges stay outside, and goes on behind it.
+    assert compiled_and_own(f"plan.precision=fp64,{sets}", monkeypatch, tp=2) <= 2 + 2
 
 
 def test_layers_that_read_their_number_are_all_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

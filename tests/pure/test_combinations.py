@@ -33,7 +33,7 @@ BEYOND_PAIRS = (
         for waits in ("evaluate.patience=2", "checkpoint.keep_best=true")
         for missing in ("evaluate.every", "evaluate.sequences", "data.held_out")
     ),
-    "train.compile=true,plan.tp=2,plan.recompute=operators", "plan.tp=2,compress.recipe=unstructured-50",
+    "plan.tp=2,compress.recipe=unstructured-50",
     "plan.dp=2,train.method=server,train.device=cuda", "train.method=local", "method.compress=int8",
     "plan.dp=2,train.method=server,method.servers=500", "lora.rank=4", "train.batch=8,plan.accumulation=3",
     "train.batch=8,plan.microbatch=3", "train.batch=8,plan.microbatch=2,plan.accumulation=3",

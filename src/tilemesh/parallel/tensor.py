@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tilemesh.comm.runtime.communicator import Communicator
-from tilemesh.comm.schedules.collectives import cut
 from tilemesh.core.errors import UsageError
 from tilemesh.core.shard import share
 from tilemesh.core.tensor_placement import Crossing, Mark, P, Pair, R, S, exchange_of
@@ -34,15 +32,11 @@ from tilemesh.model.embedding import Embedding
 from tilemesh.model.experts import RoutedOutput
 from tilemesh.model.kernels import TORCH
 from tilemesh.model.loss import IGNORED, check_targets
+from tilemesh.parallel.collective import TracedGroup
 from tilemesh.parallel.context import ContextAxis
 
 
-@cache
-def crossings(sequence: bool) -> Mapping[str, Crossing]:
-    """What each place between cut and whole layers does: the one table, which is run and which `gate/types.py` reads.
-
-    `sequence`: whether activations outside the regions are cut along the tokens.
-    """
+def _crossings(sequence: bool) -> Mapping[str, Crossing]:
     stream = (S(1), S(1)) if sequence else (R, R)
     ends: dict[str, tuple[Pair, Pair]] = {
         "enter": (stream, (R, P)),  # a region: all ranks have the same, whole input, and each goes on by itself
@@ -55,13 +49,18 @@ def crossings(sequence: bool) -> Mapping[str, Crossing]:
     return {name: Crossing("tp", *pairs) for name, pairs in ends.items()}
 
 
+CROSSINGS = {sequence: _crossings(sequence) for sequence in (False, True)}
+"""What each place between cut and whole layers does: the one table, which is run and which `gate/types.py` reads; by
+whether activations outside the regions are cut along the tokens."""
+
+
 @dataclass(frozen=True)
 class Passage:
     """A place where activations cross: what layers and hooks call, and what a checker reads."""
 
     seams: Seams
     name: str
-    """Of a row of `crossings`."""
+    """Of a row of `CROSSINGS`."""
     total: int | None = None
     """The length over all ranks of the dim that is cut on the way in; None: tokens of the pass."""
     instead: Crossing | None = None
@@ -69,10 +68,10 @@ class Passage:
 
     @property
     def crossing(self) -> Crossing:
-        return self.instead or crossings(self.seams.sequence)[self.name]
+        return self.instead or CROSSINGS[self.seams.sequence][self.name]
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.seams.through(x, self)  # looked up when called: see `stay_out_of_graphs`
+        return self.seams.through(x, self)
 
 
 @dataclass
@@ -87,6 +86,9 @@ class Seams:
     algorithm: str = "auto"
     context: ContextAxis | None = None
     """The ranks that share each sequence before those of tp share its tokens once more."""
+
+    def __post_init__(self) -> None:
+        self.group = TracedGroup(self.comm, self.algorithm)
 
     def through(self, x: Tensor, passage: Passage) -> Tensor:
         """Pass a tensor on as a place says, and its gradient back."""
@@ -114,9 +116,9 @@ class Seams:
             case "all_reduce":
                 y = self.sum(x)
             case "reduce_scatter":
-                y = self.comm.reduce_scatter(x, axis=dim, algorithm=self.algorithm)
+                y = self.group.reduce_scatter(x, dim)
             case "all_gather":
-                y = self.comm.all_gather(x, axis=dim, counts=cut(total, self.comm.size), algorithm=self.algorithm)
+                y = self.group.all_gather(x, dim, total)
             case "slice":
                 y = x.narrow(dim, *share(total, self.comm.size, self.comm.rank)).contiguous()
             case "divide":
@@ -148,10 +150,9 @@ class Seams:
         """A sum over the tokens that this rank has activations of, as a sum over all tokens."""
         return self.add(total) if self.sequence else total
 
-    def part_loss(self, logits_NV: Tensor, targets_N: Tensor, first: int, vocabulary: int, kernels: str) -> Tensor:
-        """The loss from this rank's classes, by tilemesh's kernels."""
-        function: Any = _PartLoss
-        total: Tensor = function.apply(logits_NV, targets_N, self, first, vocabulary, kernels)
+    def loss(self, function: type[_VocabularyLoss | _PartLoss], *inputs: Any) -> Tensor:
+        """Of logits that ranks share, by one of two functions: what they promise to hold, a compiler would not keep."""
+        total: Tensor = function.apply(*inputs)  # type: ignore[no-untyped-call]
         return total
 
     @contextmanager
@@ -165,16 +166,14 @@ class Seams:
             self.sequence, self.context = before
 
     def stay_out_of_graphs(self) -> None:
-        """Under torch.compile: what lies between exchanges is compiled, exchanges are called as they are."""
+        """Under torch.compile: exchanges of layers are operators of their graphs, a loss's are called as they are."""
         apart: Any = torch.compiler.disable
-        for name in ("through", "join_features", "add", "sum", "part_loss"):
-            setattr(self, name, apart(getattr(self, name)))
+        self.loss = apart(self.loss)  # type: ignore[method-assign]
         if self.context is not None:
             self.context.stay_out_of_graphs()
 
     def sum(self, x: Tensor, op: str = "sum") -> Tensor:
-        y: Tensor = self.comm.all_reduce(x, op, algorithm=self.algorithm)
-        return y
+        return self.group.all_reduce(x, op)
 
 
 class _TwoWayExchange(torch.autograd.Function):
@@ -310,13 +309,10 @@ def vocabulary_loss(
     if logits_BTV.shape[-1] != count:
         raise UsageError(f"logits of {logits_BTV.shape[-1]} tokens: this rank's part of {vocabulary} is {count}")
     counted = (targets_N != IGNORED).sum()
-    total: Tensor
+    inputs = (logits_BTV.flatten(0, -2), targets_N, seams, first)
     if implementation_in_training(kernels, logits_BTV) == TORCH:
-        function: Any = _VocabularyLoss
-        total = function.apply(logits_BTV.flatten(0, -2), targets_N, seams, first)
-        return total, counted
-    total = seams.part_loss(logits_BTV.flatten(0, -2), targets_N, first, vocabulary, kernels)
-    return total, counted
+        return seams.loss(_VocabularyLoss, *inputs), counted
+    return seams.loss(_PartLoss, *inputs, vocabulary, kernels), counted
 
 
 def implementation_in_training(kernels: str, logits: Tensor) -> str:

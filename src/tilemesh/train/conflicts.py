@@ -213,10 +213,10 @@ OF_CONFIG: tuple[Row, ...] = (
             lambda config, axis=axis: (  # type: ignore[misc]
                 _COMPILE.is_on(config) and config.plan.recompute == "operators" and axis.is_on(config)
             ),
-            "exchanges and experts cut a layer's graph, and a compiler chooses what it keeps within one graph",
+            "rings and experts cut a layer's graph, and a compiler chooses what it keeps within one graph",
             "train.compile=false or plan.recompute=full",
         )
-        for axis in (_TP, _CP, _EXPERTS)
+        for axis in (_CP, _EXPERTS)
     ),
     # Pipelines that update weights while microbatches are under way.
     _pair(_VERSIONS, _CLIP, "no rank knows the norm of the whole gradient at an update"),
