@@ -76,7 +76,7 @@ STRICTER = {
 }
 # The most lines that a room may have: raised only in the commit that adds a named capability. `make size` prints them.
 MOST_LINES = {
-    "core": 8_496,
+    "core": 8_498,
     "measure": 3_040,
     "launch": 2_140,
     "runs": 2_173,
@@ -95,7 +95,7 @@ MOST_LINES = {
     "report": 6_250,
     "bench": 8_971,
     "cli": 5_594,
-    "guide": 15_784,
+    "guide": 15_837,
 }
 SOURCE_SUFFIXES = (".py", ".c", ".h", ".cu", ".cuh", ".js", ".css")
 THIRD_PARTY_FREE = ("core", "comm.schedules", "model.work", "plan")

@@ -11,6 +11,7 @@ import time
 import xml.etree.ElementTree as ET
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from tilemesh.guide.lesson import Lesson, how_far_off, typical_factor
 from tilemesh.guide.machine import growth
 from tilemesh.guide.progress import Guessed, ReaderProgress
 from tilemesh.guide.quantity import parse_quantity
-from tilemesh.guide.runner import cells, notebook
+from tilemesh.guide.runner import cells, notebook, run_part
 from tilemesh.guide.tensor_parallel import work as tensor_parallel
 from tilemesh.measure.row import Row
 from tilemesh.measure.table import format_value, render
@@ -182,6 +183,22 @@ def test_rows_of_another_machine_are_not_said_to_be_measured_here() -> None:
     )
     assert ("time of nothing" in here, "elsewhere" in here) == (True, False)
     assert "elsewhere" in there
+
+
+def test_a_result_that_was_not_measured_is_not_said_to_be() -> None:
+    lesson, out = lesson_with("2 ms", "4", "8")
+    lesson.show(lesson.predict("time of nothing", unit="s", model=4e-3), 1e-3, limit=5e-4)
+    row = lesson.show(lesson.predict("messages", unit="count", model=3.0), 4.0, limit=3.0, figure="counted")
+    lesson.show(lesson.predict("bubble", unit="count", model=3.0), 4.0, limit=3.0, figure="simulated")
+    assert json.loads(row.to_json())["case"] == {"figure": "counted"}
+    lesson.close()
+    said, tables = out.getvalue().split("\nWhat was predicted and measured in this chapter\n")
+    assert "messages: your guess 4 · cost model 3 · counted 4 · limit 3" in said
+    timed, counted, simulated = re.split(r"\nWhat was predicted and (?:counted|simulated) in this chapter\n", tables)
+    assert ("time of nothing" in timed, "messages" in timed) == (True, False)
+    for table, column in ((counted, "counted"), (simulated, "simulated")):
+        assert f" {column} " in table
+        assert "measured" not in table
 
 
 def test_a_guess_of_nothing_is_asked_again(capsys: pytest.CaptureFixture[str]) -> None:
@@ -574,6 +591,26 @@ def test_cells_of_a_script() -> None:
     ]
     with pytest.raises(UsageError, match="no comment"):
         list(cells("# %% [markdown]\nx = 1\n"))
+
+
+def test_a_terminal_of_80_columns_breaks_between_words(tmp_path: Path) -> None:
+    words = "a number of words that are together longer than a terminal is wide"
+    script = tmp_path / "chapter.py"
+    script.write_text(f'# %%\nif True:\n    print("  1. {words}", "and {words}")\n    1 + 1  # {words} {words}\n')
+    out = io.StringIO()
+    part: Any = SimpleNamespace(script=script)
+    run_part(part, Console(file=out, width=80, force_terminal=True, color_system=None))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[-2].startswith("  1. a number")
+    assert lines[-1].startswith("  number of words")
+    assert {word for line in lines[-2:] for word in line.split()} == {"1.", "and", *words.split()}
+    assert [line for line in lines if line.startswith(" " * 12)], "code goes on further to the right"
+
+
+@pytest.mark.parametrize(("part", "exercise"), CODE, ids=exercise_id)
+def test_a_template_fits_80_columns(part: GuidePart, exercise: Exercise) -> None:
+    assert max(map(len, exercise.template.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.folder)

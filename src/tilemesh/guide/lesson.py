@@ -18,8 +18,8 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 from rich.console import Console
 from rich.syntax import Syntax
@@ -32,7 +32,10 @@ from tilemesh.guide.quantity import hint_of, parse_quantity
 from tilemesh.measure.machine import stamp
 from tilemesh.measure.row import CaseValue, Row
 from tilemesh.measure.sample import Sample
-from tilemesh.measure.table import format_value, print_rows
+from tilemesh.measure.table import format_value, print_rows, wrapped
+
+Figure = Literal["measured", "counted", "simulated", "planned"]
+"""A result was timed here, counted by a program that ran, read from a simulated clock, or computed for a plan."""
 
 Ask = Callable[[str], str | None]
 """Puts a question to the reader; None: there is nobody (any more) to answer."""
@@ -117,7 +120,7 @@ class Lesson:
             except UsageError as error:
                 self.console.print(f"  {error}", markup=False, soft_wrap=self._in_pipe)
         # A reader who skips has no guess; where nobody can be asked the cost model's is the guess.
-        skipped = "no guess: the measurement follows" if self._ask else "nobody can be asked: the cost model answers"
+        skipped = "no guess: the result follows" if self._ask else "nobody can be asked: the cost model answers"
         self.console.print(f"  {skipped}", soft_wrap=self._in_pipe)
         value = model if self._ask is None else None
         return Guess(question, unit, value, model, by_reader=False, name=name or question)
@@ -131,15 +134,16 @@ class Lesson:
         missing: Mapping[str, str] | None = None,
         case: Mapping[str, CaseValue] | None = None,
         peers: Mapping[str, Sample] | None = None,
+        figure: Figure = "measured",
     ) -> Row:
-        """Put what was measured (or counted) beside the guess, and keep the row. A missing limit says why."""
+        """Put the result beside the guess, and keep the row. A missing limit says why. `figure`: how it was had."""
         sample = measured if isinstance(measured, Sample) else Sample.of([measured])
         reasons = {"peers": "nothing else was run here"} if not peers else {}
         if guess.model is None:
             reasons["predicted"] = "no cost model was given"
         row = Row(
             name=guess.name,
-            case=case or {},
+            case={**(case or {}), **({} if figure == "measured" else {"figure": figure})},
             unit=guess.unit,
             predicted=guess.model,
             measured=sample,
@@ -154,7 +158,7 @@ class Lesson:
         values = {
             "your guess": guess.value if guess.by_reader else None,
             "cost model": guess.model,
-            "measured": sample.median,
+            figure: sample.median,
             "limit": limit,
         }
         words = [f"{what} {format_value(value, guess.unit)}" for what, value in values.items() if value is not None]
@@ -175,11 +179,7 @@ class Lesson:
         """Show the code of functions that ranks run from other files."""
         for function in functions:
             text = textwrap.dedent(inspect.getsource(function)).rstrip()
-            where = f"# {function.__module__}"
-            if self.console.is_terminal:
-                self.console.print(Syntax(f"{where}\n{text}", "python", word_wrap=True, background_color="default"))
-            else:
-                self.console.print(f"{where}\n{text}", markup=False, soft_wrap=self._in_pipe)
+            show_code(f"# {function.__module__}\n{text}", self.console)
 
     def exercise(self, key: str) -> None:
         """Ask an exercise until it is right or given up; without a reader, show it and try its solution."""
@@ -191,7 +191,7 @@ class Lesson:
         self.console.print(_without_stars(exercise.question), markup=False, soft_wrap=self._in_pipe)
         if exercise.is_code or self._ask is None:
             if exercise.is_code:
-                self.console.print(exercise.template, markup=False, soft_wrap=self._in_pipe)
+                self.console.print(exercise.template, markup=False, soft_wrap=True)  # to be copied
             given = "FILE.py" if exercise.is_code else "ANSWER"
             line = f"tilemesh guide {self.part.key} --exercise {key} --answer {given}"
             self.console.print(f"  Answer it with: {line} ({exercise.hint})", markup=False, soft_wrap=self._in_pipe)
@@ -232,17 +232,21 @@ class Lesson:
     def close(self) -> None:
         """The chapter's rows, how far off the guesses were, and a note in the reader's progress."""
         stored = [row for rows in self._stored.values() for row in rows]
-        here = [row for row in self.rows if row not in stored]
-        for title, rows in (
-            ("What was predicted and measured in this chapter", here),
+        here: dict[str, list[Row]] = {figure: [] for figure in get_args(Figure)}
+        for row in self.rows:
+            if row not in stored:
+                case = dict(row.case)
+                here[str(case.pop("figure", "measured"))].append(replace(row, case=case))
+        for title, figure, rows in (
+            *((f"What was predicted and {figure} in this chapter", figure, rows) for figure, rows in here.items()),
             *(
-                (f"Measured on {machine} before, and kept with this chapter", kept)
+                (f"Measured on {machine} before, and kept with this chapter", "measured", kept)
                 for machine, kept in self._stored.items()
             ),
         ):
             if rows:
                 self.console.print(f"\n[bold]{title}[/]")
-                print_rows(rows, self.console)
+                print_rows(rows, self.console, figure)
         made = [
             Guessed(guess.question, guess.unit, guess.value, measured)
             for guess, measured in self.guesses
@@ -256,6 +260,18 @@ class Lesson:
         if following is not None:
             line = f"Next: {following.words}, tilemesh guide {following.key}"
             self.console.print(line, markup=False, soft_wrap=self._in_pipe)
+
+
+def show_code(code: str, console: Console, indent: str = "") -> None:
+    """Code in colour, with what is wider than a terminal broken between words; plain and whole in a pipe."""
+    if not console.is_terminal:
+        lines = [f"{indent}{line}".rstrip() for line in code.splitlines()]
+        console.print("\n".join(lines), markup=False, soft_wrap=True)
+        return
+    broken = [
+        wrapped(line, console.width, further=" " * (len(line) - len(line.lstrip()) + 8)) for line in code.splitlines()
+    ]
+    console.print(Syntax("\n".join(broken), "python", word_wrap=True, background_color="default"))
 
 
 def _positive(text: str, unit: str) -> float:

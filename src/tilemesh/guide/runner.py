@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.markdown import Markdown
-from rich.syntax import Syntax
 
 from tilemesh.core.errors import UsageError
 from tilemesh.guide.book import GuidePart
-from tilemesh.guide.lesson import Ask, Lesson
+from tilemesh.guide.lesson import Ask, Lesson, show_code
 from tilemesh.measure.row import Row
+from tilemesh.measure.table import print_words
 
 _MARK = re.compile(r"# %%(?: \[(\w+)\])?\s*")
 
@@ -70,6 +70,8 @@ def run_part(part: GuidePart, console: Console, pause: Ask | None = None) -> lis
     """Show and execute a chapter; the rows it measured. `pause`: asked before each text but the first."""
     script = part.script.read_text(encoding="utf-8")
     namespace: dict[str, Any] = {"__name__": "__main__", "__file__": str(part.script)}
+    if console.is_terminal:
+        namespace["print"] = _print_at(console)
     is_first = True
     for cell in cells(script):
         if not cell.is_code:
@@ -80,12 +82,13 @@ def run_part(part: GuidePart, console: Console, pause: Ask | None = None) -> lis
             continue
         # Code that asks for a prediction often holds the answer: it is shown when the question has been answered.
         if not cell.asks:
-            _show_code(cell.source, console)
+            console.print()
+            show_code(cell.source, console, indent="    ")
         # Blank lines before it, so that a traceback names the script's own lines.
         exec(compile("\n" * (cell.line - 1) + cell.source, str(part.script), "exec"), namespace)
         if cell.asks:
-            console.print("\nThe code of this step:")
-            _show_code(cell.source, console)
+            console.print("\nThe code of this step:\n")
+            show_code(cell.source, console, indent="    ")
     lesson = namespace.get("lesson")
     return lesson.rows if isinstance(lesson, Lesson) else []
 
@@ -98,12 +101,13 @@ def _show_text(text: str, console: Console) -> None:
         console.print(text, markup=False, soft_wrap=True)
 
 
-def _show_code(code: str, console: Console) -> None:
-    console.print()
-    if console.is_terminal:
-        console.print(Syntax(code, "python", word_wrap=True, background_color="default"))
-    else:
-        console.print("\n".join(f"    {line}".rstrip() for line in code.splitlines()), markup=False, soft_wrap=True)
+def _print_at(console: Console) -> Callable[..., None]:
+    """`print` as a chapter's code calls it: lines that are wider than the terminal are broken between words."""
+
+    def print_broken(*values: object, sep: str = " ") -> None:
+        print_words(sep.join(map(str, values)), console)
+
+    return print_broken
 
 
 def notebook(part: GuidePart) -> str:

@@ -38,15 +38,16 @@ BINARY = ("", "K", "M", "G", "T", "P")
 DECIMAL = ("", "k", "M", "G", "T", "P", "E")
 
 
-def print_rows(rows: Sequence[Row], console: Console | None = None) -> None:
-    """Print rows to the terminal, or plain to a pipe (as wide as COLUMNS says, or 100)."""
+def print_rows(rows: Sequence[Row], console: Console | None = None, figure: str = "measured") -> None:
+    """Print rows to the terminal, or plain to a pipe (as wide as COLUMNS says, or 100). `figure`: how the results were
+    had, which names their column."""
     if not rows:
         return
     console = console or Console()
     if console.is_terminal:
-        _print(rows, console, console.width)
+        _print(rows, console, console.width, figure)
     else:
-        console.file.write(render(rows, pipe_width()))
+        console.file.write(render(rows, pipe_width(), figure))
 
 
 def pipe_width() -> int:
@@ -80,12 +81,12 @@ _UNIT = re.compile(r"(?<=\d) (?=(?:%|(?:[KMGTP]i?)?B(?:/s)?|[mµn]?s|min|h)(?!\w
 """The space between a number and its unit."""
 
 
-def render(rows: Sequence[Row], width: int = PIPE_WIDTH) -> str:
+def render(rows: Sequence[Row], width: int = PIPE_WIDTH, figure: str = "measured") -> str:
     """Rows as plain, aligned text without colour or trailing blanks."""
     if not rows:
         return ""
     console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, legacy_windows=False)
-    _print(rows, console, width)
+    _print(rows, console, width, figure)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
@@ -132,7 +133,7 @@ class _Column:
         return max((cell_len(line) for text in texts for line in text.plain.split("\n")), default=0)
 
 
-def _print(rows: Sequence[Row], console: Console, width: int) -> None:
+def _print(rows: Sequence[Row], console: Console, width: int, figure: str) -> None:
     shared = _shared_case(rows)
     names = list(dict.fromkeys(row.name for row in rows))
     heading = " · ".join([*(names if len(names) == 1 else []), *_case_words(shared)])
@@ -143,7 +144,7 @@ def _print(rows: Sequence[Row], console: Console, width: int) -> None:
         list(dict.fromkeys(row.missing[column] for row in rows for column in order if column in row.missing))
     )
     lead = _lead_columns(rows, shared)
-    columns = _columns(rows, notes)
+    columns = _columns(rows, notes, figure)
     between = " " if _total(lead + columns, " ") <= width else "\n"
     for index, some in enumerate(_that_fit(lead, columns, between, width)):
         if index:
@@ -197,14 +198,14 @@ def _lead_columns(rows: Sequence[Row], shared: dict[str, CaseValue]) -> list[_Co
     return lead
 
 
-def _columns(rows: Sequence[Row], notes: _Notes) -> list[_Column]:
+def _columns(rows: Sequence[Row], notes: _Notes, figure: str) -> list[_Column]:
     nothing = Text("")
     peers = _peer_names(rows)
     guesses = [_Column(("your guess", "(error)"), [_guess(row) for row in rows])]
     columns = [
         *(guesses if any(row.guess is not None for row in rows) else []),
         _Column(("predicted", "(error)"), [_predicted(row, notes) for row in rows]),
-        _Column(("measured", "p20–p80"), [_measured(row, notes) for row in rows]),
+        _Column((figure, "p20–p80" if figure == "measured" else ""), [_measured(row, notes) for row in rows]),
         _Column(("limit", ""), [(_limit(row, notes), nothing) for row in rows]),
     ]
     if any(row.of_limit is not None for row in rows):

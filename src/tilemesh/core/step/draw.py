@@ -46,6 +46,12 @@ def curves(
     return of_ranks
 
 
+def bars(values: Sequence[float], most: float) -> str:
+    """A curve in one line of text: for each value a bar, as high as its share of `most`."""
+    top = len(_BARS) - 1
+    return "".join(_BARS[round(max(value, 0.0) / most * top)] if most else " " for value in values)
+
+
 def text(program: StepProgram, timeline: Timeline, memory: Sequence[Curve] = (), columns: int = 160) -> str:
     """A line per rank, in time, and one of its memory below it."""
     _require_legible(timeline)
@@ -68,12 +74,8 @@ def text(program: StepProgram, timeline: Timeline, memory: Sequence[Curve] = (),
         if timeline.exchanges:
             lines.append(f"experts |{_exchange_cells(timeline, rank, per_column, len(cells))}|")
         if memory:
-            marks = []
-            for column in range(len(cells)):
-                until = (column + 1) * per_column
-                value = max(_at(memory[rank], column * per_column, until), 0.0)
-                marks.append(_BARS[round(value / most * (len(_BARS) - 1))] if most else " ")
-            lines.append(f" memory |{''.join(marks)}|{peaks[rank]}")
+            held = [_at(memory[rank], column * per_column, (column + 1) * per_column) for column in range(len(cells))]
+            lines.append(f" memory |{bars(held, most)}|{peaks[rank]}")
     legends = [LEGEND, *([EXCHANGES] if timeline.exchanges else [])]
     return "\n".join([*lines, *(textwrap.fill(legend, columns) for legend in legends)])
 

@@ -75,7 +75,7 @@ counted = {
     name: run_threads(ranks, partial(work.traffic_of, algorithm=name, nbytes=nbytes))
     for name in ("minimal", "ring", "tree")
 }
-lesson.show(guess, float(counted["ring"][0][1]), limit=2 * nbytes * (ranks - 1) / ranks)
+lesson.show(guess, float(counted["ring"][0][1]), limit=2 * nbytes * (ranks - 1) / ranks, figure="counted")
 for name, per_rank in counted.items():
     words = "; ".join(f"{messages}, {format_bytes(sent)}" for messages, sent in per_rank)
     print(f"{name:>8}, messages and bytes by rank: {words}")

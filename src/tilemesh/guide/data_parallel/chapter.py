@@ -90,7 +90,7 @@ guess = predict(
     model=4 * 8 * 16,
 )
 counted = sum(4 for rank in range(16) for microbatch in range(8))
-lesson.show(guess, float(counted), missing={"limit": "a count has no limit"})
+lesson.show(guess, float(counted), missing={"limit": "a count has no limit"}, figure="counted")
 
 # %% [markdown]
 # ## ZeRO: do not keep everything everywhere
@@ -109,7 +109,7 @@ guess = predict(
     model=(4 + 12 / 4) * parameters,
 )
 kept = [work.kept_bytes(stage, ranks, parameters) for stage in range(4)]
-lesson.show(guess, float(kept[1].total), limit=16 / ranks * parameters)
+lesson.show(guess, float(kept[1].total), limit=16 / ranks * parameters, figure="counted")
 for stage, held in enumerate(kept):
     print(f"stage {stage}: weights {format_bytes(held.weights)}, gradients {format_bytes(held.gradients)}, "
           f"optimizer {format_bytes(held.optimizer)}: {held.total / parameters:g} bytes per parameter")  # fmt: skip
@@ -138,7 +138,7 @@ for stage in range(4):
     stepped_and_sent = run_threads(ranks, step)
     assert max(work.distance(new, alone) for new, _ in stepped_and_sent) < 1e-12, "every stage computes the same step"
     sent[stage] = stepped_and_sent[0][1]
-lesson.show(guess, float(sent[3]), missing={"limit": "the least depends on how much memory there is"})
+lesson.show(guess, float(sent[3]), missing={"limit": "the least depends on how much memory there is"}, figure="counted")
 print({f"stage {stage}": format_bytes(amount) for stage, amount in sent.items()})
 assert [sent[stage] / one_pass for stage in range(4)] == [2, 2, 2, 3]
 

@@ -25,7 +25,12 @@ guess = predict(
     unit="B",
     model=36 * 8e9,
 )
-lesson.show(guess, float(work.held_bytes(small, list(work.ROLES))), missing={"limit": "depends on what is left out"})
+lesson.show(
+    guess,
+    float(work.held_bytes(small, list(work.ROLES))),
+    missing={"limit": "depends on what is left out"},
+    figure="planned",
+)
 for role, (_, flops, does) in work.ROLES.items():
     sizes = [format_bytes(work.held_bytes(model, [role])) for model in (small, large)]
     print(f"{role:>10}: {sizes[0]} at 8 B, {sizes[1]} at 70 B; {flops} operations per parameter and token: it {does}")
@@ -46,7 +51,7 @@ guess = predict(
     unit="fraction",
     model=2 / 22,
 )
-lesson.show(guess, share, missing={"limit": "what decoding must read"})
+lesson.show(guess, share, missing={"limit": "what decoding must read"}, figure="planned")
 assert share > 2 / 22
 
 # %% [markdown]
@@ -72,7 +77,7 @@ guess = predict(
     unit="fraction",
     model=18 / 36,
 )
-lesson.show(guess, kept / work.held_bytes(small, names), missing={"limit": "the actor alone: 44 %"})
+lesson.show(guess, kept / work.held_bytes(small, names), missing={"limit": "the actor alone: 44 %"}, figure="planned")
 predictions = {}
 for words, choices in variants.items():
     planned = predictions[words] = work.planned(small, "16xh100", "colocated", **choices)
@@ -103,7 +108,12 @@ guess = predict(
     model=work.exact_drift(0.9, -0.5),
 )
 lesson.source(work.drift)
-lesson.show(guess, work.drift("sequence", 0.9, -0.5), missing={"limit": "0: length has nothing to do with it"})
+lesson.show(
+    guess,
+    work.drift("sequence", 0.9, -0.5),
+    missing={"limit": "0: length has nothing to do with it"},
+    figure="simulated",
+)
 fair = work.drift("constant", 0.9, -0.5)
 print(f"with one weight for every token, whatever the answer's length (Dr. GRPO): {fair:.5f}")
 right, wrong = work.trained_lengths("sequence")[-1]

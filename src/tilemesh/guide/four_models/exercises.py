@@ -175,11 +175,13 @@ STEP = code(
     "ppo_step",
     "Write the dance: one step of PPO with four models and several epochs over one batch.",
     '''def ppo_step(actor, critic, reward, reference, prompts, epochs):
-    """Draws answers once, trains actor and critic `epochs` times on them, and returns them.
+    """Draws answers once, trains actor and critic `epochs` times on them, and
+    returns them.
 
-    actor.draw(prompts), actor.logprobs(answers), reference.logprobs(answers), critic.values(answers),
-    reward.score(answers); then
-    actor.update(answers, scores, values, old_logprobs, reference_logprobs) and critic.update(answers, scores, values)
+    actor.draw(prompts), actor.logprobs(answers), reference.logprobs(answers),
+    critic.values(answers), reward.score(answers); then
+    actor.update(answers, scores, values, old_logprobs, reference_logprobs) and
+    critic.update(answers, scores, values)
     """
     ...''',
     returns="the answers",

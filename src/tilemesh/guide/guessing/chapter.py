@@ -76,7 +76,9 @@ guess = predict(
     model=work.tokens_per_pass(rate, guesses),
 )
 counts = work.counted_tokens(q, draft, guesses, 4000)
-lesson.show(guess, statistics.mean(counts), missing={"limit": f"{guesses + 1}, if every guess stayed"})
+lesson.show(
+    guess, statistics.mean(counts), missing={"limit": f"{guesses + 1}, if every guess stayed"}, figure="counted"
+)
 assert abs(statistics.mean(counts) / work.tokens_per_pass(rate, guesses) - 1) < 0.03
 
 # %% [markdown]
@@ -108,7 +110,9 @@ guess = predict(
     model=work.tokens_per_pass(0.75, 4),  # the first guesses must wait until something repeats
 )
 guessed = work.engine_run(served, 4)
-lesson.show(guess, len(guessed.tokens) / guessed.decode_steps, missing={"limit": "5, if every guess stayed"})
+lesson.show(
+    guess, len(guessed.tokens) / guessed.decode_steps, missing={"limit": "5, if every guess stayed"}, figure="counted"
+)
 print(f"{plain.decode_steps} steps in {format_seconds(plain.seconds)} without, {guessed.decode_steps} in "
       f"{format_seconds(guessed.seconds)} with guesses; the same tokens: {plain.tokens == guessed.tokens}")  # fmt: skip
 assert plain.tokens == guessed.tokens

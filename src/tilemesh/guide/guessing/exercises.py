@@ -154,8 +154,9 @@ VERIFY = code(
     '''def verify(target, draft, guesses, uniform):
     """A list of tokens, at least one.
 
-    target[i][x], draft[i][x]: the probability of token x at place i; target has one place more than there are guesses.
-    guesses[i] was drawn from draft[i]; uniform() gives a random number from 0 to 1.
+    target[i][x], draft[i][x]: the probability of token x at place i; target has
+    one place more than there are guesses. guesses[i] was drawn from draft[i];
+    uniform() gives a random number from 0 to 1.
     """
     ...''',
     returns="a list of tokens",

@@ -95,7 +95,9 @@ guess = predict(
     unit="fraction",
     model=0.25,  # a batch just above a power of two wastes half, one just below nothing
 )
-lesson.show(guess, work.padded(sizes, powers), missing={"limit": "0 %, with a recording for every size"})
+lesson.show(
+    guess, work.padded(sizes, powers), missing={"limit": "0 %, with a recording for every size"}, figure="counted"
+)
 for words, buckets in (("every 8th", [1, 2, 4, *range(8, 65, 8)]), ("every size", sizes)):
     print(f"{words}: {len(buckets)} recordings, {work.padded(sizes, buckets):.1%} padding")
 

@@ -116,8 +116,9 @@ TIMELINE = code(
     '''def timeline(host, device, waits):
     """A list of (begin, end), one per kernel.
 
-    The host needs host[i] to launch kernel i, one after the other; the device runs one kernel at a time, in order, for
-    device[i]; where waits[i] is true, the host goes on only when kernel i has ended.
+    The host needs host[i] to launch kernel i, one after the other; the device
+    runs one kernel at a time, in order, for device[i]; where waits[i] is true,
+    the host goes on only when kernel i has ended.
     """
     ...''',
     returns="a list of (begin, end)",

@@ -32,7 +32,12 @@ guess = predict(
     unit="B",
     model=2 * 80 * 8 * 128 * 2 * 32768,
 )
-lesson.show(guess, float(kv_cache_bytes(large, 32768)), missing={"limit": "0, if everything were computed again"})
+lesson.show(
+    guess,
+    float(kv_cache_bytes(large, 32768)),
+    missing={"limit": "0, if everything were computed again"},
+    figure="planned",
+)
 every_head = replace(large, kv_heads=large.heads)
 for words, model, element in (("64 KV heads", every_head, 2), ("8 KV heads", large, 2), ("8 KV heads, int8", large, 1)):
     size = kv_cache_bytes(model, 32768, element)
@@ -59,7 +64,7 @@ guess = predict(
     unit="fraction",
     model=1 - statistics.mean(tokens) / 2048,
 )
-lesson.show(guess, work.waste(tokens, 2048), missing={"limit": "0 %"})
+lesson.show(guess, work.waste(tokens, 2048), missing={"limit": "0 %"}, figure="counted")
 assert work.waste(tokens, 2048) > 0.9
 
 # %% [markdown]
@@ -74,7 +79,7 @@ guess = predict(
     unit="fraction",
     model=7.5 / (statistics.mean(tokens) + 7.5),
 )
-lesson.show(guess, work.waste_in_pages(tokens, 16), missing={"limit": "0 %"})
+lesson.show(guess, work.waste_in_pages(tokens, 16), missing={"limit": "0 %"}, figure="counted")
 for page_tokens in (1, 16, 64, 256):
     print(f"pages of {page_tokens}: {work.waste_in_pages(tokens, page_tokens):.1%} empty")
 
@@ -162,7 +167,7 @@ guess = predict(
     model=712 + 4 * 48,  # half of them are preempted once, half-way
 )
 plenty, few = run(48), run(24)
-lesson.show(guess, float(few[0]), limit=712.0)
+lesson.show(guess, float(few[0]), limit=712.0, figure="counted")
 for pages, (computed, preempted, seconds) in ((48, plenty), (24, few)):
     print(f"{pages} pages: {computed} tokens computed, {preempted} preemptions, {format_seconds(seconds)}")
 assert plenty[:2] == (712, 0)

@@ -261,9 +261,12 @@ ALLOCATOR = code(
     '''def page_allocator(pages, page_tokens):
     """An object with these methods; pages are numbered 0 to pages - 1:
 
-    append(name)       one more token of a sequence, which may be new: (page, place in the page, source), where source
-                       is the page to copy from because others still use it, or None; None instead if no page is free
-    fork(name, other)  `other` begins with all tokens of `name`: no page is copied yet
+    append(name)       one more token of a sequence, which may be new: (page,
+                       place in the page, source), where source is the page to
+                       copy from because others still use it, or None; None
+                       instead if no page is free
+    fork(name, other)  `other` begins with all tokens of `name`: no page is
+                       copied yet
     free(name)         the sequence has ended
     table(name)        its pages in order
     """

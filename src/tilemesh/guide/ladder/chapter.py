@@ -39,7 +39,7 @@ guess = predict(
     model=144,
 )
 first = studies.first_kernel()
-lesson.show(guess, first.total(shared=False).elements, missing=counted_only)
+lesson.show(guess, first.total(shared=False).elements, missing=counted_only, figure="counted")
 assert first.total(shared=False).elements == 144
 assert first.stored(shared=False).elements == 72
 
@@ -64,7 +64,7 @@ guess = predict(
     "v1 with N = 32: elements read from global memory", name="v1, N = 32", unit="count", model=v1.predicted(32)[0]
 )
 counted, _ = rungs.count(v1, 32)
-lesson.show(guess, counted.total(shared=False).elements, missing=counted_only)
+lesson.show(guess, counted.total(shared=False).elements, missing=counted_only, figure="counted")
 assert counted.total(shared=False).elements == 2 * 32**3
 
 # %% [markdown]
@@ -83,7 +83,7 @@ for make in (rungs.v1_5, rungs.v2):
         model=rung.predicted(32)[0],
     )
     counted, _ = rungs.count(rung, 32)
-    lesson.show(guess, counted.total(shared=False).elements, missing=counted_only)
+    lesson.show(guess, counted.total(shared=False).elements, missing=counted_only, figure="counted")
     assert counted.total(shared=False).elements == rung.predicted(32)[0]
 
 # %% [markdown]
@@ -102,7 +102,7 @@ guess = predict(
     model=v3.predicted(64)[0],
 )
 counted, _ = rungs.count(v3, 64)
-lesson.show(guess, counted.total(shared=False).elements, missing=counted_only)
+lesson.show(guess, counted.total(shared=False).elements, missing=counted_only, figure="counted")
 assert (counted.total(shared=False).elements, counted.total(shared=True).elements) == v3.predicted(64)
 
 # %% [markdown]
@@ -135,7 +135,7 @@ guess = predict(
 )
 kernel = studies.divergence(paths=4, run=1, steps=200)
 counted, _ = kernel.run(np.ones(kernel.inputs, np.float32))
-lesson.show(guess, counted.lanes_used, limit=1.0)
+lesson.show(guess, counted.lanes_used, limit=1.0, figure="counted")
 for stride in (1, 2, 8, 32):
     copied, _ = studies.strided_copy(stride).run(np.zeros(4096, np.float32))
     asked, _ = studies.strided_banks(stride).run(np.zeros(32 * stride, np.float32))
@@ -159,7 +159,7 @@ for shared, expected in ((False, 384), (True, 130)):
     kernel = studies.convolution(shared=shared, blocks=1)
     counted, _ = kernel.run(np.ones(kernel.inputs, np.float32))
     assert counted.total(shared=False).elements == expected
-lesson.show(guess, counted.total(shared=False).elements, missing=counted_only)
+lesson.show(guess, counted.total(shared=False).elements, missing=counted_only, figure="counted")
 
 # %% [markdown]
 # ## Occupancy

@@ -39,7 +39,7 @@ guess = predict(
     "4 x 5 matrix, rows 1 to 3, columns 2 and 3: offset of the view", name="offset of a slice", unit="count", model=7
 )
 part = matrix.slice(range(1, 4), range(2, 4))
-lesson.show(guess, part.offset, missing=counted_only)
+lesson.show(guess, part.offset, missing=counted_only, figure="counted")
 print("slice:", part.shape, part.strides, "contiguous" if part.contiguous else "not contiguous", list(part))
 print(
     "transposed:",
@@ -85,7 +85,7 @@ guess = predict(
 )
 down = traffic.misses(nest["ijk"], small, SimulatedCache(256, line_bytes=16))
 along = traffic.misses(nest["ikj"], small, SimulatedCache(256, line_bytes=16))
-lesson.show(guess, down, missing=counted_only)
+lesson.show(guess, down, missing=counted_only, figure="counted")
 print(f"misses: ijk {down}, ikj {along}")
 assert along == 16**3 // 4 + 2 * 16**2 // 4
 assert down == 16**3 + 16**3 // 4 + 16**2  # every element of B, A's lines for each j, and C
@@ -109,7 +109,7 @@ for key in ("cache_tiles", "register_tiles", "both_tiles"):
         model=nest[key].memory_reads(given),
     )
     counted = traffic.count(nest[key], given)
-    lesson.show(guess, counted.total(shared=False).elements, missing=counted_only)
+    lesson.show(guess, counted.total(shared=False).elements, missing=counted_only, figure="counted")
     assert counted.total(shared=False).elements == nest[key].memory_reads(given)
     assert counted.total(shared=True).elements == nest[key].buffer_reads(given)
 
@@ -149,7 +149,7 @@ if seconds:
 # %%
 guess = predict("operations over elements moved, fused", name="intensity, fused", unit="count", model=3 / 5)
 operations, moved = traffic.intensity("fused")
-lesson.show(guess, operations / moved, missing=counted_only)
+lesson.show(guess, operations / moved, missing=counted_only, figure="counted")
 assert traffic.intensity("three_loops")[0] * 3 == traffic.intensity("three_loops")[1]
 assert operations * 5 == moved * 3
 fused = measured.fused_times(2**20)
@@ -165,7 +165,7 @@ guess = predict(
     "3 x 3 convolution, tiles of 4 x 4: reads for each output", name="reads per output", unit="count", model=36 / 16
 )
 reads = traffic.convolution_reads("tiled", 8, 8, 4)
-lesson.show(guess, reads / 64, missing=counted_only)
+lesson.show(guess, reads / 64, missing=counted_only, figure="counted")
 assert reads == traffic.convolution_formula("tiled", 8, 8, 4) == 4 * 36
 assert traffic.convolution_reads("plain", 8, 8, 4) == 9 * 64
 print({name: f"{sample.median * 1e3:.2f} ms" for name, sample in measured.convolution_times(256, 256, 32).items()})

@@ -31,7 +31,7 @@ guess = predict(
     model=5 + 99,
 )
 quick, slow = processor.pipelined(processor.independent(100)), processor.pipelined(processor.chained(100))
-lesson.show(guess, float(processor.cycles(quick)), limit=100.0)
+lesson.show(guess, float(processor.cycles(quick)), limit=100.0, figure="counted")
 for words, fetched in (
     ("one by one", processor.sequential(processor.independent(100))),
     ("pipelined", quick),

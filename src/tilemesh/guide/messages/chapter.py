@@ -69,7 +69,7 @@ def token_and_count(comm: Communicator) -> tuple[int, int]:
 
 results = run_threads(ring, token_and_count)
 sent = sum(messages for _, messages in results)
-lesson.show(guess, float(sent), missing={"limit": "a count has no limit"})
+lesson.show(guess, float(sent), missing={"limit": "a count has no limit"}, figure="counted")
 assert sent == ring
 assert [seen for seen, _ in results] == [6, 2, 3, 4, 5, 6]
 

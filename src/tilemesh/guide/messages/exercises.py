@@ -190,7 +190,7 @@ SWAP = code(
     '''import numpy as np
 
 def swap(comm, mine, other):
-    """Send `mine` to rank `other` and return the array that rank `other` sends here."""
+    """Send `mine` to rank `other` and return the array that it sends here."""
     ...''',
     returns="the array that came from the other rank",
     solution=swap,

@@ -79,7 +79,7 @@ guess = predict(
     model=(stages - 1) / (stages - 1 + microbatches),
 )
 gpipe_bubble, gpipe_kept = show("gpipe")
-lesson.show(guess, gpipe_bubble, missing={"limit": "0 %, if nothing depended on anything"})
+lesson.show(guess, gpipe_bubble, missing={"limit": "0 %, if nothing depended on anything"}, figure="simulated")
 assert abs(gpipe_bubble - (stages - 1) / (stages - 1 + microbatches)) < 1e-12
 assert gpipe_kept == [microbatches] * stages
 

@@ -177,7 +177,8 @@ SCHEDULE = code(
     "Write the 1F1B schedule: the list of one rank's passes, such as ['F0', 'F1', 'B0', ...]. It must be as fast as "
     "GPipe and keep as few microbatches as possible.",
     '''def one_f_one_b(rank, stages, microbatches):
-    """The passes of a rank in order: 'F3' is the forward pass of microbatch 3, 'B3' its backward pass."""
+    """The passes of a rank in order: 'F3' is the forward pass of microbatch 3,
+    'B3' its backward pass."""
     ...''',
     returns="a list of passes, such as ['F0', 'B0']",
     solution=one_f_one_b,

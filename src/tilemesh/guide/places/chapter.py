@@ -92,7 +92,7 @@ guess = predict(
     model=16e9 * 7 / 8,
 )
 received = reshard_bytes(size, tp=8, pp=1, engine_tp=1)
-lesson.show(guess, received, missing={"limit": "0: laid out alike"})
+lesson.show(guess, received, missing={"limit": "0: laid out alike"}, figure="planned")
 print(f"over NVLink (450 GB/s): {format_seconds(received / 450e9)}; over 50 GB/s between nodes: "
       f"{format_seconds(received / 50e9)}; laid out alike: {format_bytes(reshard_bytes(size, 8, 1, 8))}")  # fmt: skip
 

@@ -105,9 +105,11 @@ BEST = code(
     "best_split",
     "Write the choice of a split, one batch ahead: how many ranks should draw so that a step is shortest?",
     '''def best_split(ranks, draw, update, least_training):
-    """How many of the ranks draw; the others train, at least `least_training` of them (or the model does not fit).
+    """How many of the ranks draw; the others train, at least `least_training`
+    of them (or the model does not fit).
 
-    draw, update: rank-seconds of the two parts of a step; both work at the same time.
+    draw, update: rank-seconds of the two parts of a step; both work at the same
+    time.
     """
     ...''',
     returns="a whole number of ranks",

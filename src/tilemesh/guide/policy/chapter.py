@@ -16,6 +16,7 @@ import statistics
 
 import numpy as np
 
+from tilemesh.core.step.draw import bars
 from tilemesh.guide.lesson import Lesson
 from tilemesh.guide.policy import work
 
@@ -43,7 +44,7 @@ guess = predict(
 )
 lesson.show(guess, loud / quiet, missing={"limit": "1: an offset says nothing about arms"})
 without = work.learn(10.0, with_baseline=False)
-print(f"learning with the offset: {work.sparkline(without)}  ends at {without[-1]:.2f} of 1")
+print(f"learning with the offset: {bars(without[::3], 1)} ends at {without[-1]:.2f} of 1")
 
 # %% [markdown]
 # **2. A baseline.** Subtract a number b that does not depend on the arm: E[ b ∇ log π ] = b Σ ∇π = b ∇1 = 0. The
@@ -55,7 +56,7 @@ calm = work.gradient_noise(10.0, 10.4875)
 with_baseline = [work.learn(10.0, True, seed=seed)[-1] for seed in range(5)]
 lost = [work.learn(10.0, False, seed=seed)[-1] for seed in range(5)]
 print(f"error with the baseline {calm:.3f}, without {loud:.3f}")
-print(f"learning with it: {work.sparkline(work.learn(10.0, True))}")
+print(f"learning with it: {bars(work.learn(10.0, True)[::3], 1)}")
 ends = [[round(value, 2) for value in values] for values in (with_baseline, lost)]
 print(f"five seeds end at {ends[0]} with, {ends[1]} without")
 assert min(with_baseline) > 0.95
@@ -130,7 +131,7 @@ for beta in (1.0, 0.3, 0.1, 0.05, 0.02):
           f"{policy @ work.TRUE:>17.2f}")  # fmt: skip
 best = work.best_beta()
 curve = [float(work.tuned(10 ** (0.5 - place / 24)) @ work.TRUE) for place in range(60)]
-print(f"true reward from β = 3 down to 0.01: {work.sparkline(curve)}  (best near β = {best:.2f})")
+print(f"true reward from β = 3 down to 0.01: {bars(curve[::2], max(curve))} (best near β = {best:.2f})")
 assert work.tuned(best) @ work.TRUE > max(work.REFERENCE @ work.TRUE, work.tuned(0.02) @ work.TRUE)
 
 # %% [markdown]

@@ -121,9 +121,11 @@ ADVANTAGES = code(
     "advantages",
     "Write generalized advantage estimation for one answer.",
     '''def advantages(rewards, values, discount, decay):
-    """One advantage per token: δ_t + γλ δ_(t+1) + (γλ)² δ_(t+2) + …, with δ_t = r_t + γ V_(t+1) - V_t.
+    """One advantage per token: δ_t + γλ δ_(t+1) + (γλ)² δ_(t+2) + …, with δ_t =
+    r_t + γ V_(t+1) - V_t.
 
-    rewards, values: one number per token; discount is γ, decay is λ; nothing follows the last token.
+    rewards, values: one number per token; discount is γ, decay is λ; nothing
+    follows the last token.
     """
     ...''',
     returns="a list of numbers",

@@ -5,8 +5,6 @@ The formulas of advantages, surrogates and KL are those that `tilemesh align` tr
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -143,11 +141,3 @@ def best_beta() -> float:
     """Where the true reward is highest."""
     betas = [10 ** (-2.0 + place / 50) for place in range(151)]
     return max(betas, key=lambda beta: float(tuned(beta) @ TRUE))
-
-
-def sparkline(values: Sequence[float], columns: int = 60) -> str:
-    """A curve in one line of text."""
-    marks = "▁▂▃▄▅▆▇█"
-    low, high = min(values), max(values)
-    places = [values[math.floor(column * len(values) / columns)] for column in range(min(columns, len(values)))]
-    return "".join(marks[round((value - low) / (high - low or 1) * 7)] for value in places)

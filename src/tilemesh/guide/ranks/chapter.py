@@ -111,7 +111,7 @@ guess = predict(
 )
 sums = ranks.call(work.add_up)
 ranks.close()
-lesson.show(guess, float(sums[0]), missing={"limit": "a count has no limit"})
+lesson.show(guess, float(sums[0]), missing={"limit": "a count has no limit"}, figure="counted")
 assert sums == [6, 6, 6, 6]
 
 # %% [markdown]

@@ -130,7 +130,8 @@ GROUPS = code(
     "groups_of",
     "Write a function that says who is in a rank's two groups on a mesh of dp rows by tp columns, numbered row by row.",
     '''def groups_of(rank, dp, tp):
-    """(tensor-parallel group, data-parallel group): two lists of ranks of the world."""
+    """(tensor-parallel group, data-parallel group): two lists of ranks of the
+    world."""
     ...''',
     returns="two lists of ranks: the tensor-parallel group, then the data-parallel group",
     solution=groups_of,

@@ -133,7 +133,7 @@ print("static:")
 timeline(static, static_end)
 print("continuous:")
 timeline(flowing, static_end)
-lesson.show(guess, static_end / flowing_end, missing={"limit": "depends on the answers' lengths"})
+lesson.show(guess, static_end / flowing_end, missing={"limit": "depends on the answers' lengths"}, figure="simulated")
 assert flowing_end < static_end
 assert [len(shown.token_ns) for shown in flowing] == list(answers)
 
@@ -161,7 +161,7 @@ guess = predict(
     model=fixed_s + 1003 * per_token_s,
 )
 held_up, first = longest_gap(1024)
-lesson.show(guess, held_up, limit=step_s(4))
+lesson.show(guess, held_up, limit=step_s(4), figure="simulated")
 for chunk in (256, 64, 16):
     gap, first_chunked = longest_gap(chunk)
     print(f"chunks of {chunk}: longest gap {format_seconds(gap)}, the long prompt's first token after "
@@ -190,7 +190,7 @@ guess = predict(
     unit="count",
     model=len(records) / lasted * statistics.mean(stays),
 )
-lesson.show(guess, work.mean_in_system(records), missing={"limit": "0, if nobody came"})
+lesson.show(guess, work.mean_in_system(records), missing={"limit": "0, if nobody came"}, figure="simulated")
 
 # %% [markdown]
 # Load and waiting do not grow together: at 95 % of capacity the same engine makes people wait much longer than at 50

@@ -290,10 +290,12 @@ SCHEDULER = code(
     '''def next_step(requests, free_pages, page_tokens, budget):
     """{name: (tokens to compute, [new pages])} for those that run in this step.
 
-    requests: those that are here, oldest first (who has pages has begun); each has .name, .prompt, .known (tokens of
-    the prompt and of the answer so far), .done (how many of them were computed), .pages (its pages), .most (tokens of
-    prompt and whole answer). free_pages: numbers of pages that nobody has. A request whose known tokens are all
-    computed gets one more at the end of the step; its last needs no page.
+    requests: those that are here, oldest first (who has pages has begun); each
+    has .name, .prompt, .known (tokens of the prompt and of the answer so far),
+    .done (how many of them were computed), .pages (its pages), .most (tokens of
+    prompt and whole answer). free_pages: numbers of pages that nobody has. A
+    request whose known tokens are all computed gets one more at the end of the
+    step; its last needs no page.
     """
     ...''',
     returns="a dictionary such as {'0': (8, [3, 4])}",

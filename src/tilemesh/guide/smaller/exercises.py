@@ -128,9 +128,11 @@ ROUND = code(
     "round_groups",
     "Write rounding to nearest with a scale per group.",
     '''def round_groups(weights, bits, group):
-    """The weights as they are after rounding: whole multiples of their group's step.
+    """The weights as they are after rounding: whole multiples of their group's
+    step.
 
-    A group is `group` weights that follow each other; its step is its largest magnitude by 2^(bits-1) - 1.
+    A group is `group` weights that follow each other; its step is its largest
+    magnitude by 2^(bits-1) - 1.
     """
     ...''',
     returns="a list of numbers",
