@@ -22,9 +22,14 @@ static inline uint16_t write_bf16(float value) {
 }
 static inline float round_bf16(float value) { return read_bf16(write_bf16(value)); }
 
+/* Of magnitudes, by their bits: compilers make several instructions of a comparison that NaN may fail. NaN: `most`. */
+static inline float at_most(float magnitude, float most) {
+  int32_t one = as_bits(magnitude), other = as_bits(most);
+  return as_float(one < other ? one : other);
+}
+
 static inline float fast_exp(float x) {
-  float y = x < -104.0f ? -104.0f : x;
-  y = y > 89.0f ? 89.0f : y;
+  float y = copysignf(at_most(fabsf(x), 104.0f), x);
   float n = rintf(y * 1.44269504088896341f);
   float r = y - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
@@ -37,7 +42,8 @@ static inline float fast_exp(float x) {
   p = p * r * r + r + 1.0f;
   int32_t whole = (int32_t)n;
   int32_t half = whole >> 1;
-  return p * as_float((half + 127) << 23) * as_float((whole - half + 127) << 23);
+  p = p * as_float((half + 127) << 23) * as_float((whole - half + 127) << 23);
+  return x == x ? p : x;
 }
 
 static inline float fast_log(float x) {
@@ -65,50 +71,34 @@ static inline float fast_log(float x) {
   return x < 0.0f || x != x ? NAN : result;
 }
 
+/* 2 to the power of a number between -126 and 127; within 1.3 units in the last place. */
+static inline float exp2_between(float x) {
+  float n = rintf(x), r = x - n, z = r * r;
+  float p = (1.327647129e-3f * r + 9.675540961e-3f) * z + (5.550713092e-2f * r + 2.402212024e-1f);
+  p = p * z + (6.931469440e-1f * r + 1.0f);
+  return p * as_float(((int32_t)n + 127) << 23);
+}
+
 static inline float fast_tanh(float x) {
-  float a = fabsf(x), z = x * x;
-  float p = -5.70498872745e-3f;
-  p = p * z + 2.06390887954e-2f;
-  p = p * z - 5.37397155531e-2f;
-  p = p * z + 1.33314422036e-1f;
+  float a = fabsf(x), z = x * x, w = z * z;
+  float p = (-5.70498872745e-3f * z + 2.06390887954e-2f) * w + (-5.37397155531e-2f * z + 1.33314422036e-1f);
   p = p * z - 3.33332819422e-1f;
-  float large = copysignf(1.0f - 2.0f / (fast_exp(a + a) + 1.0f), x);
-  float small = copysignf(p * z * x + x, x);  // the sum of 0.0 and -0.0 is 0.0
-  return a < 0.625f ? small : (x != x ? x : large);
+  float large = 1.0f - 2.0f / (exp2_between(at_most(a, 10.0f) * 2.88539008f) + 1.0f);
+  return copysignf(a >= 0.625f ? large : p * z * a + a, x);  // NaN is in the second
 }
 
 static inline float fast_sigmoid(float x) { return 1.0f / (1.0f + fast_exp(-x)); }
 
+/* Below 0.9 a polynomial; above, 1 - 2^p(x) with p fitted to the logarithm of what is missing to 1. */
 static inline float fast_erf(float x) {
-  float a = fabsf(x), z = x * x;
-  float t = 7.853861353153693e-5f;
-  t = t * z - 8.010193625184903e-4f;
-  t = t * z + 5.188327685732524e-3f;
-  t = t * z - 2.685381193529856e-2f;
-  t = t * z + 1.128358514861418e-1f;
-  t = t * z - 3.761262582423300e-1f;
-  t = t * z + 1.128379165726710e+0f;
-  float b = a < 1.0f ? 1.0f : a, q = 1.0f / b, y = q * q;
-  float p = 2.326819970068386e-2f;
-  p = p * y - 1.387039388740657e-1f;
-  p = p * y + 3.687424674597105e-1f;
-  p = p * y - 5.824733027278666e-1f;
-  p = p * y + 6.210004621745983e-1f;
-  p = p * y - 4.944515323274145e-1f;
-  p = p * y + 3.404879937665872e-1f;
-  p = p * y - 2.741127028184656e-1f;
-  p = p * y + 5.638259427386472e-1f;
-  float r = -1.047766399936249e+1f;
-  r = r * y + 1.297719955372516e+1f;
-  r = r * y - 7.495518717768503e+0f;
-  r = r * y + 2.921019019210786e+0f;
-  r = r * y - 1.015265279202700e+0f;
-  r = r * y + 4.218463358204948e-1f;
-  r = r * y - 2.820767439740514e-1f;
-  r = r * y + 5.641895067754075e-1f;
-  float tail = fast_exp(-b * b) * q * (b < 2.0f ? p : r);
-  float far = copysignf(1.0f - tail, x);
-  return a < 1.0f ? x * t : (x != x ? x : far);
+  float a = fabsf(x), z = x * x, w = z * z;
+  float s = (-6.090360112e-4f * z + 5.011962727e-3f) * w + (-2.677890845e-2f * z + 1.128214076e-1f);
+  s = s * w + (-3.761252463e-1f * z + 1.283791512e-1f);
+  float t = at_most(a, 4.0f), u = t * t;
+  float p = (2.859706292e-4f * t - 4.422568716e-3f) * u + (3.219405189e-2f * t - 1.502043009e-1f);
+  p = p * u + (-9.189622402e-1f * t - 1.627067447f);
+  float far = copysignf(1.0f - exp2_between(p * t - 2.401324891e-4f), x);
+  return a >= 0.9f ? far : x * s + x;  // NaN is in the second
 }
 
 static inline double sigmoid(double x) { return 1.0 / (1.0 + exp(-x)); }
