@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+import torch
 
+from tilemesh.bench.graph.blocks import BLOCKS, make_pass
 from tilemesh.cli.main import main
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import DEVICES
+from tilemesh.graph.backend import Backend
 from tilemesh.graph.cost import graph_seconds
 from tilemesh.graph.ir import Graph
 from tilemesh.graph.measured import MeasuredCost, refined_search
@@ -57,6 +61,25 @@ def test_rows_of_a_model(tmp_path: Path, model: str) -> None:
     assert values["measured"]["median"] > 0.5 * values["predicted"]
     for row in roof:  # where the machine is calibrated
         assert row["case"]["roof_s"] < row["case"]["roof_s before"]
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "recommender" else pytest.param(name, marks=pytest.mark.slow) for name in BLOCKS]
+)
+@pytest.mark.parametrize("step", [False, True])
+def test_each_of_the_twelve_models_is_what_eager_computes(name: str, step: bool) -> None:
+    torch._dynamo.config.allow_rnn = True
+    block = make_pass(name, step)
+    block.module.double()
+    inputs = tuple(value.double() if value.is_floating_point() else value for value in block.inputs)
+    block = dataclasses.replace(block, inputs=inputs)
+    kept = {key: value.clone() for key, value in block.module.state_dict().items()}
+    results = []
+    for call in (block.module, torch.compile(block.module, backend=Backend())):
+        block.module.load_state_dict(kept)  # a batch norm counts its batches
+        value = block.run(call)
+        results.append([value, *(weight.grad for weight in block.module.parameters() if weight.grad is not None)])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(

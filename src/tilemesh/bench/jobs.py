@@ -219,6 +219,7 @@ _CPU_JOBS = (
         for mesh, sets in (LAYOUTS[name] for name in ("dp2", "tp4", "one"))
     )),
     _cpu("studies", 120, "bench graph --study search,partial,symbolic,host,branches,trees,memory --seconds 2"),
+    _cpu("blocks", 900, "bench graph --study blocks --seconds 4", cores=2),
     _cpu("methods", 90, "bench methods --html {out}/page.html"),
     _cpu("gate", 300, *(f"verify --ranks 8 --transport {by}" for by in ("mpi", "torch")), needs=("8 cores",)),
 )  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tilemesh.bench.graph.blocks import block_rows
 from tilemesh.bench.graph.running import branch_rows, host_rows, memory_rows, tree_rows
 from tilemesh.bench.graph.study import call_of, inputs_of, predicted_here, ranking_device, study_row
 from tilemesh.bench.harness import Estimate, calling
@@ -163,6 +164,7 @@ STUDIES: Mapping[str, Callable[[float, torch.device], list[Row]]] = {
     "branches": branch_rows,
     "trees": tree_rows,
     "memory": memory_rows,
+    "blocks": block_rows,
 }
 
 
