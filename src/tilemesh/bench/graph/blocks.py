@@ -23,8 +23,8 @@ from tilemesh.measure.row import Row
 SIZE = ModelSize(width=256, layers=1, heads=4, vocabulary=1024, batch=4, tokens=128, side=32)
 
 
-class Attention(nn.Module):
-    """Attention over its own input or another's; `buckets` adds T5's learned bias by distance."""
+class PlainAttention(nn.Module):
+    """PlainAttention over its own input or another's; `buckets` adds T5's learned bias by distance."""
 
     def __init__(self, width: int, heads: int, buckets: int = 0) -> None:
         super().__init__()
@@ -53,8 +53,8 @@ class EncoderBlock(nn.Module):
     def __init__(self, width: int, heads: int, crossed: bool = False) -> None:
         super().__init__()
         self.first, self.last = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width, heads)
-        self.cross = nn.ModuleList([nn.LayerNorm(width), Attention(width, heads)]) if crossed else None
+        self.attention = PlainAttention(width, heads)
+        self.cross = nn.ModuleList([nn.LayerNorm(width), PlainAttention(width, heads)]) if crossed else None
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
@@ -65,7 +65,7 @@ class EncoderBlock(nn.Module):
         return x + self.mlp(self.last(x))  # type: ignore[no-any-return]
 
 
-class Whisper(nn.Module):
+class WhisperBlocks(nn.Module):
     """Two convolutions over a spectrum, a block of an encoder, and one of a decoder that reads it."""
 
     def __init__(self, size: ModelSize) -> None:
@@ -88,7 +88,7 @@ class T5Block(nn.Module):
         super().__init__()
         width = size.width
         self.first, self.second = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.attention = Attention(width, size.heads, buckets=16)
+        self.attention = PlainAttention(width, size.heads, buckets=16)
         self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -96,14 +96,14 @@ class T5Block(nn.Module):
         return x + self.down(self.up(self.second(x)).relu())  # type: ignore[no-any-return]
 
 
-class Mixtral(nn.Module):
-    """Attention, and four gated experts of which each token goes to two."""
+class MixtralBlock(nn.Module):
+    """PlainAttention, and four gated experts of which each token goes to two."""
 
     def __init__(self, size: ModelSize) -> None:
         super().__init__()
         width = size.width
         self.first, self.second = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.attention, self.router = Attention(width, size.heads), nn.Linear(width, 4, bias=False)
+        self.attention, self.router = PlainAttention(width, size.heads), nn.Linear(width, 4, bias=False)
         self.gates, self.ups = (nn.Parameter(torch.randn(4, width, 2 * width) / 16) for _ in range(2))
         self.downs = nn.Parameter(torch.randn(4, 2 * width, width) / 16)
 
@@ -121,7 +121,7 @@ class Mixtral(nn.Module):
         return x + sums.view_as(x)
 
 
-class Residual(nn.Module):
+class ResidualBlock(nn.Module):
     """A basic block of ResNet; where its channels change, its input goes through a convolution too."""
 
     def __init__(self, before: int, after: int, stride: int = 1) -> None:
@@ -145,7 +145,7 @@ def _twice(before: int, after: int) -> nn.Module:
     return nn.Sequential(*layers)
 
 
-class UNet(nn.Module):
+class SmallUNet(nn.Module):
     """Two levels down, two up, with what was before each."""
 
     def __init__(self) -> None:
@@ -183,7 +183,7 @@ class Recommender(nn.Module):
         return self.top(torch.cat([dense, products], 1)).sigmoid()  # type: ignore[no-any-return]
 
 
-class Recurrent(nn.Module):
+class LstmBlock(nn.Module):
     """Words, an LSTM and a product over what it leaves. An input without a gradient torch itself cannot compile."""
 
     def __init__(self, width: int) -> None:
@@ -220,18 +220,21 @@ BLOCKS: Mapping[str, Callable[[], Made]] = {
     "cnn": lambda: (_pictures(), (torch.randn(8, 3, 64, 64),)),
     "llama block": lambda: (LlamaBlock(SIZE), (_rows(),)),
     "vit block": lambda: (EncoderBlock(SIZE.width, SIZE.heads), (_rows(),)),
-    "lstm": lambda: (Recurrent(128), (torch.randint(1000, (8, 16)),)),
-    "u-net": lambda: (UNet(), (torch.randn(2, 3, 64, 64),)),
-    "resnet block": lambda: (nn.Sequential(Residual(64, 64), Residual(64, 128, 2)), (torch.randn(4, 64, 28, 28),)),
+    "lstm": lambda: (LstmBlock(128), (torch.randint(1000, (8, 16)),)),
+    "u-net": lambda: (SmallUNet(), (torch.randn(2, 3, 64, 64),)),
+    "resnet block": lambda: (
+        nn.Sequential(ResidualBlock(64, 64), ResidualBlock(64, 128, 2)),
+        (torch.randn(4, 64, 28, 28),),
+    ),
     "t5 block": lambda: (T5Block(SIZE), (_rows(),)),
-    "whisper": lambda: (Whisper(SIZE), (torch.randn(2, 80, 400), torch.randn(2, 64, SIZE.width))),
+    "whisper": lambda: (WhisperBlocks(SIZE), (torch.randn(2, 80, 400), torch.randn(2, 64, SIZE.width))),
     "recommender": lambda: (Recommender(), (torch.randn(512, 13), torch.randint(1000, (512, 8)))),
-    "mixtral block": lambda: (Mixtral(SIZE), (_rows(),)),
+    "mixtral block": lambda: (MixtralBlock(SIZE), (_rows(),)),
 }
 
 
 @dataclass(frozen=True)
-class Pass:
+class BlockPass:
     """A model's forward pass in eval mode, or a training step: what one call of a compiled or eager form does."""
 
     module: nn.Module
@@ -248,10 +251,10 @@ class Pass:
         return loss  # type: ignore[no-any-return]
 
 
-def make_pass(name: str, step: bool) -> Pass:
+def make_pass(name: str, step: bool) -> BlockPass:
     torch.manual_seed(0)
     module, inputs = BLOCKS[name]()
-    return Pass(module.train(step), inputs, step)
+    return BlockPass(module.train(step), inputs, step)
 
 
 @contextmanager
@@ -280,7 +283,7 @@ def block_row(name: str, step: bool, threads: int, seconds: float, place: torch.
     torch._dynamo.reset()
     torch._dynamo.config.allow_rnn = True
     each = make_pass(name, step)
-    each = Pass(each.module.to(place), tuple(value.to(place) for value in each.inputs), step)
+    each = BlockPass(each.module.to(place), tuple(value.to(place) for value in each.inputs), step)
     forms = {
         "ours": torch.compile(each.module, backend=Backend()),
         "eager": each.module,
