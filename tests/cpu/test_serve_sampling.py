@@ -7,13 +7,14 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilemesh.data.tokenizer import Bytes, FileTokenizer
-from tilemesh.model.sampling import keyed_uniform, pick
+from tilemesh.model.sampling import keyed_uniform, keyed_uniforms, pick, stream_key
 from tilemesh.serve.request import Sampling
 from tilemesh.serve.sampling import TokenDraw, draw_tokens, logprobs_of
 from tilemesh.serve.text import TextStream
@@ -113,6 +114,16 @@ def test_random_numbers_are_keyed_by_seed_answer_and_place() -> None:
     keys = list(itertools.product((0, 1, 2**63 - 1), (0, 1), (0, 1, 2)))
     assert len({keyed_uniform(*key) for key in keys}) == len(keys)
     assert all(0 <= keyed_uniform(*key) < 1 for key in keys)
+    streams = np.array([stream_key(seed, answer) for seed, answer, _ in keys], np.uint64)
+    together = keyed_uniforms(streams, np.array([number for *_, number in keys]))
+    assert together.tolist() == [keyed_uniform(*key) for key in keys]
+
+
+def test_random_numbers_are_splitmix64s() -> None:
+    """Its first numbers from 0 on, as its authors' program (`java.util.SplittableRandom`) gives them."""
+    assert keyed_uniforms(np.zeros(3, np.uint64), np.arange(3)).tolist() == [
+        (bits >> 11) / 2**53 for bits in (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F)
+    ]
 
 
 def test_a_token_without_a_share_is_never_picked() -> None:

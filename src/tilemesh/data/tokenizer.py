@@ -80,7 +80,7 @@ class Bytes:
         return EncodedText(tokens, place, place + 1, np.zeros(len(tokens), np.bool_))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return bytes(int(token) & 0xFF for token in tokens).decode(errors="replace")
+        return np.asarray(tokens).astype(np.uint8).tobytes().decode(errors="replace")
 
     def spell(self, beginning: bool) -> list[bytes | None]:
         return [bytes([token]) for token in range(256)]

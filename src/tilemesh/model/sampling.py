@@ -7,11 +7,14 @@ seed and the token's place in the answer: whoever computes the same logits in an
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tilemesh.core.errors import RunError, UsageError
@@ -20,6 +23,8 @@ from tilemesh.model.cache import DenseCache, KeyValueCache
 
 Logits = Callable[[Tensor, KeyValueCache], Tensor]
 
+_BITS, _GAMMA = 2**64 - 1, 0x9E3779B97F4A7C15
+_MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _CANDIDATES = 1024
 """Top-p looks at so many of the likeliest first; all are sorted only where those do not reach p."""
 
@@ -67,10 +72,28 @@ def sample(
     return whole[len(prompt) :]
 
 
+@functools.lru_cache(maxsize=1 << 16)
+def stream_key(seed: int, answer: int) -> int:
+    """Where the random numbers of an answer to a prompt begin among 2**64."""
+    return int.from_bytes(hashlib.blake2b(struct.pack("<QQ", seed, answer), digest_size=8).digest(), "little")
+
+
 def keyed_uniform(seed: int, answer: int, number: int) -> float:
     """The random number, from 0 to below 1, of the token with this number in this answer to a prompt."""
-    digest = hashlib.blake2b(struct.pack("<QQQ", seed, answer, number), digest_size=8).digest()
-    return float(int.from_bytes(digest, "little") >> 11) / 2**53
+    # SplitMix64 (Steele, Lea and Flood 2014), whose n-th number follows from n without those before it.
+    bits = (stream_key(seed, answer) + (number + 1) * _GAMMA) & _BITS
+    for shift, factor in _MIX:
+        bits = ((bits ^ bits >> shift) * factor) & _BITS
+    return float((bits ^ bits >> 31) >> 11) / 2**53
+
+
+def keyed_uniforms(keys_N: NDArray[np.uint64], numbers_N: NDArray[np.int64]) -> NDArray[np.float64]:
+    """`keyed_uniform` of many answers at once, each given by its `stream_key`."""
+    bits_N = keys_N + (numbers_N.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA)
+    for shift, factor in _MIX:
+        bits_N = (bits_N ^ bits_N >> np.uint64(shift)) * np.uint64(factor)
+    uniform_N: NDArray[np.float64] = ((bits_N ^ bits_N >> np.uint64(31)) >> np.uint64(11)) / 2**53
+    return uniform_N
 
 
 def shares(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
