@@ -6,20 +6,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from tilemesh.core.errors import RunError
 from tilemesh.data.tokenizer import Bytes
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Transformer
-from tilemesh.serve import Engine, Sampling
-from tilemesh.serve.core import AnswerPart, EngineCore, PromptJob
+from tilemesh.serve import Engine, Sampling, stretch
+from tilemesh.serve.core import EngineCore
 from tilemesh.serve.device_steps import PlainCalls
+from tilemesh.serve.jobs import AnswerPart, PromptJob
 from tilemesh.serve.load import ServedModel
 from tilemesh.serve.request import FinishReason, ServeRequest
 from tilemesh.serve.runner import Runner
@@ -53,6 +55,7 @@ def models() -> list[ServedModel]:
 @given(st.integers(0, 2**48))
 def test_launched_ahead_is_waited_for(models: list[ServedModel], seed: int) -> None:
     draw = random.Random(seed)
+    least = draw.choice((1, stretch.LEAST_ROWS))  # whether rows are stepped as arrays, or one by one
     model = draw.choice(models)
     opening = [draw.randrange(1, 256) for _ in range(draw.choice((0, 8, 20)))]
     prompts = [
@@ -77,7 +80,10 @@ def test_launched_ahead_is_waited_for(models: list[ServedModel], seed: int) -> N
     }  # fmt: skip
     found = []
     for ahead in (True, False):
-        with Engine(model, launch_ahead=ahead, **options) as engine:  # type: ignore[arg-type]
+        with (
+            mock.patch.object(stretch, "LEAST_ROWS", least),
+            Engine(model, launch_ahead=ahead, **options) as engine,  # type: ignore[arg-type]
+        ):
             jobs = [engine.submit(prompt, asked, lambda part: None) for prompt in prompts[:2]]
             for job in jobs:
                 engine.abort(job)
@@ -91,6 +97,79 @@ def test_launched_ahead_is_waited_for(models: list[ServedModel], seed: int) -> N
         drawn = [[(each.token, each.logprob, each.sampled) for each in answer.logprobs] for answer in answers]
         assert [token for token, *_ in drawn[0]] == ([] if asked.logprobs is None else list(answers[0].tokens))
         assert np.array(drawn[0]) == pytest.approx(np.array(drawn[1]), abs=1e-12)
+
+
+Heard = dict[tuple[int, int], list[AnswerPart]]
+
+
+def heard_of_a_stretch(seed: int, least: int) -> tuple[Heard, int]:
+    """What is told of answers under way, by prompt and answer; and how many steps were taken as arrays. Something may
+    interrupt: a request that comes, one that is aborted (the first), other weights; or too few pages."""
+    draw, model = random.Random(seed), served()
+    if draw.random() < 0.3:
+        model.model.token_embedding.weight[200] = torch.nan  # type: ignore[union-attr]
+    options = {"pages": draw.choice((40, 200)), "page_tokens": draw.choice((2, 4, 16)), "running": 20}
+    limits = ServeLimits(context=CONTEXT, step_tokens=64, **options)
+    runner = Runner(model.model, limits, implementation="torch", graphs=PlainCalls())
+    core, heard = EngineCore(runner, Scheduler(limits), model.tokenizer, model.ends, 256), Heard()
+    answers, length = draw.choice((1, 4)), draw.choice((2, 9, 30))
+
+    def add(number: int, wants: int | None) -> PromptJob:
+        prompt = [draw.randrange(1, 200) for _ in range(draw.choice((1, 3, 9)))]
+        sampling = Sampling(n=answers, temperature=1.3, logprobs=wants, stop_tokens=tuple(range(250, 256)))
+        job = PromptJob(
+            prompt, sampling, number, lambda part: heard.setdefault((number, part.answer), []).append(part), whole=True
+        )
+        core.add(job, length)
+        return job
+
+    def renew() -> None:
+        core.tell_held()
+        core.renew(7)
+
+    jobs = [add(number, None if number == 1 else 0) for number in range(draw.choice((2, 5)))]
+    late, what = draw.randrange(12), draw.choice(("add", "abort", "weights", ""))
+    steps = as_arrays = 0
+    with mock.patch.object(stretch, "LEAST_ROWS", least), mock.patch.object(stretch, "_COLUMNS", 5):
+        while core.busy:
+            if steps == late and what == "add":
+                add(len(jobs), 0)
+            elif steps == late and what == "abort":
+                core.abort(jobs[0])
+            elif steps == late and what == "weights":
+                core.changes.append((False, renew))
+                core.take_changes()
+            core.step()
+            steps, as_arrays = steps + 1, as_arrays + (core._stretch is not None)
+    assert core.scheduler.pool.used == 0
+    return heard, as_arrays
+
+
+def compared(parts: list[AnswerPart]) -> tuple[object, ...]:
+    scores = [score for part in parts for score in part.logprobs]
+    versions = [part.version for part in parts for _ in part.tokens]
+    text, last = "".join(part.text for part in parts), parts[-1]
+    return [token for part in parts for token in part.tokens], text, scores, versions, last.finish, last.stopped_by
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 2**48))
+def test_a_stretch_of_rows_is_rows_one_by_one(seed: int) -> None:
+    (arrays, steps), (single, none) = heard_of_a_stretch(seed, least=1), heard_of_a_stretch(seed, least=10**9)
+    event(f"{min(steps, 1)} stretch")
+    assert none == 0
+    assert arrays.keys() == single.keys()
+    for key in arrays:
+        got, expected = compared(arrays[key]), compared(single[key])
+        if FinishReason.ABORT in (got[4], expected[4]):  # the step under way was read, or was not
+            shorter, longer = sorted((got[0], expected[0]), key=len)  # type: ignore[type-var, arg-type]
+            assert longer[: len(shorter)] == shorter  # type: ignore[arg-type, index]
+        else:
+            assert got == expected
+
+
+def test_answers_are_stepped_as_arrays() -> None:
+    assert heard_of_a_stretch(3, least=1)[1] > 0
 
 
 def test_log_probabilities_of_drawn_tokens_do_not_hold_steps_up() -> None:

@@ -19,7 +19,7 @@ from tilemesh.data.tokenizer import Bytes, FileTokenizer
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Transformer
 from tilemesh.serve import Engine, Sampling
-from tilemesh.serve.core import AnswerPart
+from tilemesh.serve.jobs import AnswerPart
 from tilemesh.serve.load import ServedModel
 from tilemesh.serve.request import FinishReason
 

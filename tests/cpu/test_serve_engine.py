@@ -30,7 +30,7 @@ from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.gate.alone import compress_all
 from tilemesh.serve import Engine, EngineConfig, QueueFullError, Sampling
 from tilemesh.serve.answers import Completion
-from tilemesh.serve.core import AnswerPart
+from tilemesh.serve.jobs import AnswerPart
 from tilemesh.serve.load import ServedModel
 from tilemesh.serve.request import FinishReason, ServeRequest
 from tilemesh.serve.runner import Runner

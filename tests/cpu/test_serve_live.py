@@ -25,7 +25,7 @@ from tilemesh.model.transformer import Transformer
 from tilemesh.serve import Answer, Engine, Sampling
 from tilemesh.serve.answers import collect
 from tilemesh.serve.attention import StoredPages
-from tilemesh.serve.core import AnswerPart, PromptJob
+from tilemesh.serve.jobs import AnswerPart, PromptJob
 from tilemesh.serve.live import WhileRunning
 from tilemesh.serve.load import ServedModel, load_served
 from tilemesh.serve.request import FinishReason

@@ -24,7 +24,7 @@ from tilemesh.model.transformer import Transformer
 from tilemesh.serve import Engine, Sampling
 from tilemesh.serve.answers import collect
 from tilemesh.serve.batch import TokenSpan
-from tilemesh.serve.core import AnswerPart
+from tilemesh.serve.jobs import AnswerPart
 from tilemesh.serve.ranks import RankRunner
 from tilemesh.serve.replicas import Replicas
 from tilemesh.serve.request import FinishReason, ServeRequest

@@ -13,8 +13,8 @@ from tilemesh.data.tokenizer import Bytes
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Transformer
 from tilemesh.serve import Engine, Sampling
-from tilemesh.serve.core import AnswerPart
 from tilemesh.serve.history import ServeHistory
+from tilemesh.serve.jobs import AnswerPart
 from tilemesh.serve.load import ServedModel
 from tilemesh.serve.request import FinishReason
 from tilemesh.serve.simulate import replay

@@ -11,6 +11,8 @@ import dataclasses
 import hashlib
 from collections.abc import Sequence
 
+import numpy as np
+
 from tilemesh.align.formulas.rollout import LENGTH, Rollout, Segment, pack
 from tilemesh.align.generate import EngineSeat
 from tilemesh.align.prompts import Prompt, PromptSource
@@ -20,6 +22,7 @@ from tilemesh.data.tokenizer import encode_prompt
 from tilemesh.launch.function import FunctionProcess
 from tilemesh.serve.answers import Answer
 from tilemesh.serve.request import Sampling
+from tilemesh.serve.sampling import sampled_logprobs
 
 
 @dataclasses.dataclass
@@ -44,8 +47,7 @@ class DrawnTalk:
         return self.prompt.text, self.texts[-1], case
 
     def add(self, answer: Answer, text: str) -> None:
-        drawn = [0.0 if each.sampled is None else min(each.sampled, 0.0) for each in answer.logprobs]
-        self.segments.append(Segment(answer.tokens, drawn, answer.versions))
+        self.segments.append(Segment(answer.tokens, np.minimum(sampled_logprobs(answer.logprobs), 0), answer.versions))
         self.texts.append(text)
         self.finish = str(answer.finish)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.serve.core import AnswerPart, PromptJob
+from tilemesh.serve.jobs import AnswerPart, PromptJob
 from tilemesh.serve.request import FinishReason
 from tilemesh.serve.sampling import TokenLogprobs
 
@@ -19,7 +20,7 @@ class Answer:
     tokens: tuple[int, ...]
     finish: FinishReason
     stopped_by: str | int | None
-    logprobs: tuple[TokenLogprobs, ...]
+    logprobs: Sequence[TokenLogprobs]
     versions: tuple[int, ...] = ()
     """Of the weights that made each token: 0 until `Engine.update_weights` gives others."""
 
@@ -76,11 +77,11 @@ def collect(job: PromptJob, parts: Sequence[AnswerPart]) -> Completion:
         answers.append(
             Answer(
                 "".join(part.text for part in own),
-                tuple(token for part in own for token in part.tokens),
+                tuple(chain.from_iterable(part.tokens for part in own)),
                 last.finish,
                 last.stopped_by,
-                tuple(logprob for part in own for logprob in part.logprobs),
-                tuple(part.version for part in own for _ in part.tokens),
+                last.logprobs if len(own) == 1 else tuple(logprob for part in own for logprob in part.logprobs),
+                tuple(chain.from_iterable((part.version,) * len(part.tokens) for part in own)),
             )
         )
     prompt_logprobs = tuple(job.prompt_logprobs[position] for position in sorted(job.prompt_logprobs))

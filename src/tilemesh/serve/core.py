@@ -11,107 +11,28 @@ import operator
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilemesh.core.errors import UsageError
-from tilemesh.serve.constrain.mask import Constraint, Cursor
+from tilemesh.serve import stretch
+from tilemesh.serve.constrain.mask import Cursor
 from tilemesh.serve.device_steps import DrawnTokens
 from tilemesh.serve.draft import DraftModel
 from tilemesh.serve.history import ServeHistory
+from tilemesh.serve.jobs import AnswerPart, LiveAnswer, PromptJob
 from tilemesh.serve.ranks import RankRunner, RanksLostError
-from tilemesh.serve.request import FinishReason, RequestState, Sampling, ServeRequest
+from tilemesh.serve.request import FinishReason, RequestState, ServeRequest
 from tilemesh.serve.runner import RequestLogits, Runner
-from tilemesh.serve.sampling import TokenDraw, TokenLogprobs, draw_tokens, logprobs_of, unsound_rows
+from tilemesh.serve.sampling import DrawnScores, TokenDraw, TokenLogprobs, draw_tokens, logprobs_of, unsound_rows
 from tilemesh.serve.scheduler import Progressed, Scheduled, Scheduler, StepPlan
+from tilemesh.serve.stretch import DecodeStretch, RowEnd
 from tilemesh.serve.text import Decoder, TextStream
 
 UNSOUND = "the model's logits are NaN or infinite: are its weights sound?"
-
-
-class AnswerPart(NamedTuple):
-    """What a step added to one answer."""
-
-    answer: int
-    """Which of the answers to its prompt, from 0."""
-    text: str
-    tokens: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...]
-    """Of these tokens, where they were asked for."""
-    finish: FinishReason | None
-    stopped_by: str | int | None = None
-    """The stop string or stop token that ended it."""
-    error: str | None = None
-    refused: bool = False
-    """Whether it failed for what the request asked for, not for the engine's state."""
-    version: int = 0
-    """Of the weights that made its tokens."""
-
-
-@dataclass(eq=False)
-class PromptJob:
-    """A prompt and its answers under way. `tell` hears each part, in the thread that takes the steps."""
-
-    prompt: list[int]
-    sampling: Sampling
-    seed: int
-    tell: Callable[[AnswerPart], None]
-    constraint: Constraint | None = None
-    """What the answers must match."""
-    adapter: int = 0
-    """The number of what computes it beside the model."""
-    whole: bool = False
-    """Whether `tell` need not hear of an answer before it ends: its text is then decoded at once."""
-    answers: list[LiveAnswer] = field(default_factory=list)
-    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    """By position, from 1: complete when the first part of answer 0 comes."""
-
-    @property
-    def found(self) -> int:
-        """Tokens of the prompt that were in the prefix cache."""
-        return self.answers[0].request.found if self.answers else 0
-
-
-@dataclass(eq=False)
-class LiveAnswer:
-    job: PromptJob
-    number: int
-    request: ServeRequest
-    text: TextStream
-    drawn: int = 0
-    """Tokens that were drawn for the same answer before this request."""
-    cursor: Cursor | None = None
-    """Where it stands in what it must match."""
-    held: list[int] = field(default_factory=list)
-    held_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Tokens that were not told yet, and their log-probabilities."""
-    scores: list[float] = field(default_factory=list)
-    """Of the last of these tokens that the device drew: log-probabilities of each, its own and as sampled. Two numbers
-    and no object for each: a batch of answers has millions."""
-    holds: bool = False
-    """Whether tokens may wait there until it ends: nobody wants to hear of them before, and no text can end it."""
-    plain: bool = False
-    """Whether nothing is wanted but tokens, drawn from the model's logits as they are, and their log-probabilities."""
-
-    def __post_init__(self) -> None:
-        sampling = self.job.sampling
-        self.holds = self.job.whole and self.cursor is None and not sampling.stop
-        known = not sampling.logprobs and sampling.prompt_logprobs is None  # 0: of the drawn token alone
-        self.plain = known and self.cursor is None and not sampling.changes_logits and not self.job.adapter
-
-    def scored(self, new: Sequence[int] = ()) -> tuple[TokenLogprobs, ...]:
-        """Log-probabilities of new tokens, after those of tokens that were held got their place."""
-        if not self.scores:
-            return ()
-        tokens = [*self.held, *new][-len(self.scores) // 2 :]
-        each = zip(tokens, self.scores[::2], self.scores[1::2], strict=True)
-        made = [TokenLogprobs(token, own, (), drawn) for token, own, drawn in each]
-        self.scores = []
-        self.held_logprobs += made[: len(made) - len(new)]
-        return tuple(made[len(made) - len(new) :])
 
 
 class EngineCore:
@@ -145,6 +66,8 @@ class EngineCore:
         """When the last orders were taken: the next step begins then."""
         self._ahead: tuple[StepPlan, DrawnTokens, int] | None = None
         """A step that was launched, and whose tokens nobody has read yet; and when it was."""
+        self._stretch: DecodeStretch | None = None
+        """Steps of requests that go on by themselves; its last one is launched, and `_ahead` is none."""
         self._ended_ns = 0
         self._last: tuple[StepPlan, Mapping[str, Sequence[int]], list[str], int] | None = None
 
@@ -191,6 +114,8 @@ class EngineCore:
 
     def abort(self, job: PromptJob) -> None:
         """End what is left of a job; its pages are free when this returns."""
+        if any(answer.request.name in self._live for answer in job.answers):
+            self._end_stretch()
         for answer in job.answers:
             self._end(answer, FinishReason.ABORT)
 
@@ -198,6 +123,7 @@ class EngineCore:
         """End the answers whose time is over; their pages are free when this returns."""
         while self._deadlines and self._deadlines[0][0] <= self.now_ns:
             _, name = heapq.heappop(self._deadlines)
+            self._end_stretch()
             if name in self._live:
                 self._end(self._live[name], FinishReason.DEADLINE)
         if len(self._deadlines) > 2 * len(self._live) + 64:  # mostly of answers that have ended
@@ -210,6 +136,7 @@ class EngineCore:
         return max(0.0, (self._deadlines[0][0] - time.monotonic_ns()) / 1e9) if self._deadlines else None
 
     def abort_all(self) -> None:
+        self._end_stretch()
         for answer in list(self._live.values()):
             self._end(answer, FinishReason.ABORT)
 
@@ -246,9 +173,8 @@ class EngineCore:
         """Tell the tokens that were kept until now: a part's tokens are of one version."""
         for answer in self._live.values():
             if answer.held:
-                answer.scored()
-                text, tokens, logprobs = answer.text.add(answer.held), tuple(answer.held), tuple(answer.held_logprobs)
-                answer.held, answer.held_logprobs = [], []
+                text = answer.text.add(answer.held)
+                tokens, logprobs = answer.release()
                 answer.job.tell(AnswerPart(answer.number, text, tokens, logprobs, None, version=self.scheduler.version))
 
     def forget_computed(self) -> None:
@@ -262,6 +188,10 @@ class EngineCore:
 
     def step(self) -> None:
         """Take a step; or launch one whose tokens are read in the next, and end the one that was launched before."""
+        if self._stretch is None:
+            self._stretch = self._begin_stretch()
+        if self._stretch is not None and self._step_stretch(self._stretch):
+            return
         plan = self.scheduler.plan()
         if not self._goes_ahead(plan):
             self._end_ahead()
@@ -274,7 +204,7 @@ class EngineCore:
             drawings = [self._drawing(entry) for entry in plan.entries if entry.samples]
             launched = self.runner.ahead.launch(plan, drawings)
         except Exception as error:
-            self._fail(plan, error)
+            self._fail([entry.request for entry in plan.entries], error)
             self._end_ahead()
             return
         self._end_ahead()
@@ -294,13 +224,14 @@ class EngineCore:
 
     def _end_ahead(self) -> None:
         """Read the tokens of the step that was launched last, if there is one, and book them."""
+        self._end_stretch()
         if self._ahead is None:
             return
         (plan, launched, began_ns), self._ahead = self._ahead, None
         try:
             tokens = launched.read()
         except Exception as error:
-            self._fail(plan, error)
+            self._fail([entry.request for entry in plan.entries], error)
             return
         for name in [name for name, token in tokens.items() if token < 0 and name in self._live]:
             self._end(self._live[name], FinishReason.ERROR, UNSOUND)
@@ -308,12 +239,12 @@ class EngineCore:
         scores = launched.scores()
         for progressed in self.scheduler.commit(plan, sampled):
             answer = self._live[progressed.request.name]
-            if scores and answer.job.sampling.logprobs is not None:
-                answer.scores += scores[progressed.request.name]
+            own = scores[progressed.request.name] if scores and answer.job.sampling.logprobs is not None else ()
             if progressed.finish is None and answer.holds:
                 answer.held += progressed.tokens
+                answer.scores += own
             else:
-                self._tell(progressed, answer.scored(progressed.tokens))
+                self._tell(progressed, DrawnScores(progressed.tokens, own) if own else ())
         if self.history is not None:
             # It ran from when the step before it ended; the time for launching and booking passed beside it.
             began_ns, self._ended_ns = max(began_ns, self._ended_ns), time.monotonic_ns()
@@ -321,11 +252,64 @@ class EngineCore:
             self.history.stepped(self.scheduler, plan, sampled, failed, began_ns, self._ended_ns)
         self.on_step(plan.tokens, len(plan.preempted))
 
-    def _fail(self, plan: StepPlan, error: Exception) -> None:
+    def _begin_stretch(self) -> DecodeStretch | None:
+        """Where all that run decode in the launched step, and nobody wants to hear of them before they end."""
+        if self._ahead is None or self._involved or self._deadlines or self.history is not None:
+            return None
+        running = len(self.scheduler.running)
+        if running < stretch.LEAST_ROWS or not self.scheduler.stays:
+            return None
+        plan, launched, _ = self._ahead
+        if not all(entry.samples and entry.count == 1 for entry in plan.entries):
+            return None
+        # Those that the step before has ended are in it in vain.
+        going = [(row, entry) for row, entry in enumerate(plan.entries) if entry.request.state is RequestState.RUNNING]
+        answers = [self._live[entry.request.name] for _, entry in going]
+        if len(going) < running or not all(answer.holds for answer in answers):
+            return None
+        self._ahead = None
+        return DecodeStretch(answers, [row for row, _ in going], launched, self.scheduler, self.vocabulary)
+
+    def _step_stretch(self, going: DecodeStretch) -> bool:
+        """Take a step of it; False where it is over."""
+        assert self.runner.ahead is not None
+        try:
+            ends = going.step(self.runner.ahead.launch_rows) if self.scheduler.stays else None
+        except Exception as error:
+            self._end_stretch()
+            self._fail([answer.request for answer in going.answers], error)
+            return True
+        if ends is None:
+            self._end_stretch()
+            return False
+        self._tell_ends(going, ends)
+        return True
+
+    def _end_stretch(self) -> None:
+        """Requests go on one by one, and what they have drawn is known."""
+        if self._stretch is None:
+            return
+        over, self._stretch = self._stretch, None
+        try:
+            ends = over.end()
+        except Exception as error:
+            self._fail([answer.request for answer in over.answers], error)
+            return
+        self._tell_ends(over, ends)
+
+    def _tell_ends(self, of: DecodeStretch, ends: Sequence[RowEnd]) -> None:
+        for answer, tokens, logprobs, reason in ends:
+            if reason is FinishReason.ERROR:
+                self._end(answer, reason, UNSOUND)
+            else:
+                self._tell(Progressed(answer.request, tokens, reason), logprobs)
+        self.on_step(of.booked, 0)
+
+    def _fail(self, requests: Sequence[ServeRequest], error: Exception) -> None:
         """Whatever it was (no memory, most likely), the requests of this step cannot go on, and the others can."""
-        for entry in plan.entries:
-            if entry.request.name in self._live:
-                self._end(self._live[entry.request.name], FinishReason.ERROR, f"{type(error).__name__}: {error}")
+        for request in requests:
+            if request.name in self._live:
+                self._end(self._live[request.name], FinishReason.ERROR, f"{type(error).__name__}: {error}")
         if isinstance(error, RanksLostError) and isinstance(self.runner, RankRunner):
             self.scheduler.lose_pages()
             self.runner.restart()
@@ -343,7 +327,7 @@ class EngineCore:
             if self.draft is not None and plan.entries and all(entry.count == 1 for entry in plan.entries):
                 self.draft.observe(plan, time.perf_counter() - begun)
         except Exception as error:
-            self._fail(plan, error)
+            self._fail([entry.request for entry in plan.entries], error)
         failed = [entry.request.name for entry in plan.entries if entry.request.state is RequestState.DONE]
         self._last = (plan, sampled, failed, self.now_ns) if self.history is not None else None
         for progressed in self.scheduler.commit(plan, sampled):
@@ -493,15 +477,13 @@ class EngineCore:
     def _tell(self, progressed: Progressed, logprobs: Sequence[TokenLogprobs]) -> None:
         request, reason = progressed.request, progressed.finish
         answer = self._live[request.name]
-        answer.scored()
         if reason is None and answer.holds:
-            answer.held += progressed.tokens
-            answer.held_logprobs += logprobs
+            answer.hold(progressed.tokens, logprobs)
             return
         if reason is None and answer.cursor is None and not answer.job.sampling.stop:  # nothing can end it
             text = answer.text.add(progressed.tokens)
             version = self.scheduler.version
-            answer.job.tell(AnswerPart(answer.number, text, progressed.tokens, tuple(logprobs), None, version=version))
+            answer.job.tell(AnswerPart(answer.number, text, progressed.tokens, logprobs, None, version=version))
             return
         text, kept, complete = answer.text.add(answer.held), 0, False
         stopped_by: str | int | None = None
@@ -527,8 +509,9 @@ class EngineCore:
             del self._live[request.name]
             self._involved.discard(request.name)
             self.on_end(request.name)
-        tokens, version = (*answer.held, *progressed.tokens[:kept]), self.scheduler.version
-        told = (*answer.held_logprobs, *logprobs[:kept])
+        answer.hold(progressed.tokens[:kept], logprobs[:kept])
+        tokens, told = answer.release()
+        version = self.scheduler.version
         answer.job.tell(AnswerPart(answer.number, text, tokens, told, reason, stopped_by, version=version))
 
     def _end(self, answer: LiveAnswer, reason: FinishReason, error: str | None = None, refused: bool = False) -> None:
@@ -538,9 +521,8 @@ class EngineCore:
             if reason in (FinishReason.ABORT, FinishReason.DEADLINE) and self.history is not None:
                 self.history.aborted(answer.request.name, self.now_ns)
             self.on_end(answer.request.name)
-            answer.scored()
-            text, tokens, version = answer.text.add(answer.held, last=True), tuple(answer.held), self.scheduler.version
-            logprobs = tuple(answer.held_logprobs)
+            text, version = answer.text.add(answer.held, last=True), self.scheduler.version
+            tokens, logprobs = answer.release()
             answer.job.tell(AnswerPart(answer.number, text, tokens, logprobs, reason, None, error, refused, version))
 
 

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tilemesh.core.errors import RunError
@@ -24,7 +25,7 @@ from tilemesh.serve.attention import PagedKeyValues
 from tilemesh.serve.batch import Batch, PageLayout, TileSet, TileSizes
 from tilemesh.serve.sampling import DrawKind, RowDraws, TokenDraw, draw_on_device
 from tilemesh.serve.scheduler import Scheduled, ServeLimits, StepPlan
-from tilemesh.serve.staging import Staging, StepMemory, StepSizes, rounded_tokens
+from tilemesh.serve.staging import RowColumns, Staging, StepMemory, StepSizes, rounded_tokens
 
 
 class StepShape(NamedTuple):
@@ -77,12 +78,13 @@ class DrawnTokens:
     """The tokens of a launched step, on their way to the host, and their log-probabilities where they are wanted."""
 
     def __init__(self, names: Sequence[str], drawn: Sequence[Tensor], staged: Sequence[Tensor] | None) -> None:
-        """`drawn`: tokens (N), or tokens and scores (2, N). `staged`: pinned memory of the host for each, on a GPU."""
+        """`names`: whose they are, where anybody asks by name. `drawn`: tokens (N), or tokens and scores (2, N).
+        `staged`: pinned memory of the host for each, on a GPU."""
         self.names = tuple(names)
         self._event: Any = None
         self._drawn = list(drawn)
         if staged is not None:
-            self._drawn = [into[..., : len(names)] for into in staged[: len(drawn)]]
+            self._drawn = [into[..., : len(drawn[0])] for into in staged[: len(drawn)]]
             for into, part in zip(self._drawn, drawn, strict=True):
                 into.copy_(part, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -90,15 +92,19 @@ class DrawnTokens:
 
     def read(self) -> dict[str, int]:
         """By the requests' names; waits for the step. -1: its logits were NaN or infinite."""
-        if self._event is not None:
-            self._event.synchronize()
-        return dict(zip(self.names, self._drawn[0].tolist(), strict=True))
+        return dict(zip(self.names, self.rows()[0].tolist(), strict=True))
 
     def scores(self) -> dict[str, tuple[float, float]]:
         """Log-probabilities of what was read: the model's own, and as sampled; empty where nobody wants any."""
         if len(self._drawn) < 2:
             return {}
         return dict(zip(self.names, zip(*self._drawn[1].tolist(), strict=True), strict=True))
+
+    def rows(self) -> list[NDArray[Any]]:
+        """Tokens (N), and scores (2, N) where they are wanted; waits for the step, and is good until the next."""
+        if self._event is not None:
+            self._event.synchronize()
+        return [part.numpy() for part in self._drawn]
 
 
 class DeviceSteps:
@@ -136,6 +142,17 @@ class DeviceSteps:
         if all(entry.count == 1 and entry.samples for entry in plan.entries):
             return self._decode(plan.entries, drawings, scored)
         return self._mixed(plan.entries, drawings, scored)
+
+    @torch.inference_mode()
+    def launch_rows(self, columns: RowColumns) -> DrawnTokens:
+        """Begin a step of rows that decode, all of which were in the last."""
+        self._turn = 1 - self._turn
+        count, kind, scored = len(columns.source), columns.kind, columns.scored
+        rows = self._sizes.rows(count)
+        self._staging[self._turn].write_columns(columns, rows)
+        self._copy(rows, rows, 0, kind)
+        self._run(StepShape("rows", rows, kind, scored), partial(self._decoding, rows, kind, scored))
+        return self._left((), count, scored)
 
     @torch.inference_mode()
     def prepare(self, rows: int, kind: DrawKind = DrawKind.GREEDY) -> None:
@@ -212,7 +229,7 @@ class DeviceSteps:
         kind = self._staging[self._turn].write_decoding(entries, drawings, self._rows, rows)
         self._copy(rows, rows, 0, kind)
         self._run(StepShape("rows", rows, kind, scored), partial(self._decoding, rows, kind, scored))
-        return self._left(entries, scored)
+        return self._left([entry.request.name for entry in entries], len(entries), scored)
 
     def _decoding(self, rows: int, kind: DrawKind, scored: bool = False) -> None:
         """A whole step of decoding, from numbers in the device's memory to drawn tokens there."""
@@ -254,7 +271,7 @@ class DeviceSteps:
         kind = self._staging[self._turn].write_prompts(ordered, in_order, self._rows, tokens)
         self._copy(tokens, len(ordered), self._sizes.tiles(tokens), kind)
         self._run(StepShape("tokens", tokens, kind, scored), partial(self._prompting, tokens, kind, scored))
-        return self._left(sampling, scored)
+        return self._left([entry.request.name for entry in sampling], len(sampling), scored)
 
     def _prompting(self, tokens: int, kind: DrawKind, scored: bool = False) -> None:
         """A whole step with prompts. Tokens that decode are tiles of prompts as well: one kernel attends to all."""
@@ -266,13 +283,12 @@ class DeviceSteps:
         batch = Batch(made[None], position[None], place, (), memory.wanted[:rows], (), pages)
         self._draw(self._forward(batch), kind, scored)
 
-    def _left(self, entries: Sequence[Scheduled], scored: bool) -> DrawnTokens:
-        """What a step leaves: the tokens of these entries, in their order."""
-        names = [entry.request.name for entry in entries]
+    def _left(self, names: Sequence[str], count: int, scored: bool) -> DrawnTokens:
+        """What a step leaves: so many rows, of these requests where their names are known."""
         self._rows = {name: row for row, name in enumerate(names)}
-        drawn = [self._memory.drawn[: len(names)]]
+        drawn = [self._memory.drawn[:count]]
         if scored:
-            drawn.append(self._memory.scores[:, : len(names)])
+            drawn.append(self._memory.scores[:, :count])
         if not self._on_gpu:
             return DrawnTokens(names, [part.clone() for part in drawn], None)
         host = self._staging[self._turn].host

@@ -34,10 +34,11 @@ from tilemesh.serve.adapters import AdapterSlots, LoadedAdapter
 from tilemesh.serve.answers import Completion, EngineStatus
 from tilemesh.serve.config import EngineConfig
 from tilemesh.serve.constrain.mask import Constraints
-from tilemesh.serve.core import AnswerPart, EngineCore, PromptJob
+from tilemesh.serve.core import EngineCore
 from tilemesh.serve.device_steps import PlainCalls, ServeGraphs
 from tilemesh.serve.draft import DraftModel, check_draft
 from tilemesh.serve.history import ServeHistory
+from tilemesh.serve.jobs import AnswerPart, PromptJob
 from tilemesh.serve.live import LiveWeights, WhileRunning, check_running
 from tilemesh.serve.load import (
     NewWeights,

@@ -32,8 +32,8 @@ from tilemesh.serve.admin import PATHS, admin_routes
 from tilemesh.serve.answers import Completion, collect
 from tilemesh.serve.bodies import BodyTooLongError, EarlyReply, parse_body, read_body
 from tilemesh.serve.chat import ChatTemplate
-from tilemesh.serve.core import AnswerPart, PromptJob
 from tilemesh.serve.engine import Engine
+from tilemesh.serve.jobs import AnswerPart, PromptJob
 from tilemesh.serve.metrics import ServerMetrics
 from tilemesh.serve.protocol import AskedCompletion, RefusedError, read_chat, read_completion
 from tilemesh.serve.replicas import Replicas

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from tilemesh.serve.answers import Completion, collect
-from tilemesh.serve.core import AnswerPart, PromptJob
+from tilemesh.serve.jobs import AnswerPart, PromptJob
 from tilemesh.serve.request import Sampling
 from tilemesh.serve.scheduler import QueueFullError
 

@@ -18,8 +18,8 @@ from tilemesh.core.errors import UsageError
 from tilemesh.serve.adapters import LoadedAdapter
 from tilemesh.serve.answers import EngineStatus
 from tilemesh.serve.config import EngineConfig
-from tilemesh.serve.core import AnswerPart, PromptJob
 from tilemesh.serve.engine import Engine, Prompt
+from tilemesh.serve.jobs import AnswerPart, PromptJob
 from tilemesh.serve.live import WhileRunning, check_running
 from tilemesh.serve.load import NewWeights
 from tilemesh.serve.request import FinishReason, Sampling

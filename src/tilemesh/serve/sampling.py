@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import chain
+from typing import NamedTuple, overload
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tilemesh.kernels.likeliest.reference import likeliest
@@ -73,6 +76,47 @@ class TokenLogprobs(NamedTuple):
     """As it was drawn; None for a prompt's token, which nobody drew."""
     sampled_top: tuple[tuple[int, float], ...] = ()
     """The likeliest of those that could be drawn: fewer where filters left fewer."""
+
+
+class DrawnScores(Sequence[TokenLogprobs]):
+    """The same of tokens that were drawn, without the likeliest: two numbers for each token, and an object only for one
+    that is looked at. A batch of answers has millions."""
+
+    def __init__(self, tokens: Sequence[int], scores: Sequence[float]) -> None:
+        """`scores`: of each token its own, then as sampled."""
+        self._tokens, self._scores = tokens, scores
+
+    @property
+    def sampled(self) -> Sequence[float]:
+        return self._scores[1::2]
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @overload
+    def __getitem__(self, place: int) -> TokenLogprobs: ...
+    @overload
+    def __getitem__(self, place: slice) -> DrawnScores: ...
+    def __getitem__(self, place: int | slice) -> TokenLogprobs | DrawnScores:
+        if isinstance(place, slice):
+            pairs = zip(self._scores[::2][place], self.sampled[place], strict=True)
+            return DrawnScores(self._tokens[place], [*chain.from_iterable(pairs)])
+        return TokenLogprobs(self._tokens[place], self._scores[::2][place], (), self.sampled[place])
+
+    def __iter__(self) -> Iterator[TokenLogprobs]:
+        for token, own, drawn in zip(self._tokens, self._scores[::2], self.sampled, strict=True):
+            yield TokenLogprobs(token, own, (), drawn)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def sampled_logprobs(logprobs: Sequence[TokenLogprobs]) -> NDArray[np.float64]:
+    """Of tokens that were drawn, as they were."""
+    known = logprobs.sampled if isinstance(logprobs, DrawnScores) else [each.sampled or 0.0 for each in logprobs]
+    return np.array(known, np.float64)
 
 
 def unsound_rows(logits_NV: Tensor) -> list[int]:

@@ -318,18 +318,28 @@ class Scheduler:
             taken, reason = self._extend(request, place, new)
             # The step computed the drafts too; of those, the right ones are tokens of the request now. Where the
             # step was assumed, the next one may have been as well.
-            known = min(place + right, len(request.tokens)) if right else place
-            if known > request.computed:
-                request.computed = known
-            if self.limits.share_prefixes and request.version == self.version:
-                self._publish(request, known)
-            if self.limits.window:
-                self._leave_behind(request, known)
-            if reason is not None:
-                self.finish(request, reason)
+            self.settle(request, min(place + right, len(request.tokens)) if right else place, reason)
             if taken or reason is not None:
                 done.append(Progressed(request, taken, reason))
         return done
+
+    def settle(self, request: ServeRequest, known: int, reason: FinishReason | None) -> None:
+        """So many of its tokens are computed now, and perhaps it has ended."""
+        if known > request.computed:
+            request.computed = known
+        if self.limits.share_prefixes and request.version == self.version:
+            self._publish(request, known)
+        if self.limits.window:
+            self._leave_behind(request, known)
+        if reason is not None:
+            self.finish(request, reason)
+
+    @property
+    def stays(self) -> bool:
+        """Whether those that run go on by themselves: nobody can join them, or leave pages behind."""
+        if self._propose is not no_drafts or self.local is not None or self.limits.window:
+            return False
+        return not self.waiting or len(self.running) >= self.limits.running
 
     # ---- inside a step -----------------------------------------------------------------------------------------
 

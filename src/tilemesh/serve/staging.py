@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -104,6 +105,21 @@ class StepMemory:
         return self.of_rows(rows)[len(TOKEN_NUMBERS) * rows :].view(torch.int32).view(rows, _TILE_NUMBERS)
 
 
+class RowColumns(NamedTuple):
+    """A step in which every request decodes, as arrays over its rows."""
+
+    source: NDArray[np.int64]
+    """Which row of the last step drew its token."""
+    position: NDArray[np.int64]
+    place: NDArray[np.int64]
+    tables: NDArray[np.int32]
+    """The pages of each row, as many as the longest has."""
+    floats: NDArray[np.float64]
+    """ROW_FLOATS."""
+    kind: DrawKind
+    scored: bool
+
+
 class Staging:
     """Host memory that a step's numbers are written into; pinned where they are then copied to a GPU."""
 
@@ -127,13 +143,36 @@ class Staging:
         token."""
         numbers, tiles, count = self.host.of_tokens(rows).numpy(), self.host.tiles_of_rows(rows).numpy(), len(entries)
         self._write_single(entries, left, numbers)
+        self._write_tiles(tiles, numbers, count)
+        for row, entry in enumerate(entries):
+            self._write_pages(row, entry.pages)
+        return self._write_sampling(drawings)
+
+    def write_columns(self, columns: RowColumns, rows: int) -> None:
+        """The same of rows whose tokens the last step drew, without a look at any of them."""
+        numbers, tiles = self.host.of_tokens(rows).numpy(), self.host.tiles_of_rows(rows).numpy()
+        count, width = columns.tables.shape
+        numbers[0, :count] = 0
+        numbers[1:, :count] = columns.source, columns.position, columns.place
+        self._pad(numbers, count)
+        self._write_tiles(tiles, numbers, count)
+        self._tables[:count, :width] = columns.tables
+        self._floats[:, :count] = columns.floats
+        self._pages[:count], self._samplings[:count] = [()] * count, [None] * count  # nobody's that is known here
+
+    def _write_tiles(self, tiles: NDArray[np.int32], numbers: NDArray[np.int64], count: int) -> None:
+        """One for each row that decodes."""
         tiles[:count, 0] = tiles[:count, 1] = self._own[:count]
         tiles[:count, 2] = 1
         tiles[:count, 3] = numbers[2, :count]
         tiles[count:] = 0
-        for row, entry in enumerate(entries):
-            self._write_pages(row, entry.pages)
-        return self._write_sampling(drawings)
+
+    def _pad(self, numbers: NDArray[np.int64], count: int) -> None:
+        """Tokens from `count` on, which nobody looks at: what each is stands at its own place."""
+        numbers[1, count:] = self._own[count : numbers.shape[1]]
+        numbers[1, count:] += self._drawn
+        numbers[0, count:] = numbers[2, count:] = 0
+        numbers[3, count:] = -1
 
     def write_prompts(
         self, ordered: Sequence[Scheduled], drawings: Sequence[TokenDraw], left: Mapping[str, int], tokens: int
@@ -173,12 +212,9 @@ class Staging:
             for row, (entry, token) in enumerate(zip(entries, known, strict=True))
         ]
         numbers[0, :count], numbers[1, :count] = known, source
-        numbers[1, count:] = self._own[count : numbers.shape[1]]
-        numbers[1, count:] += self._drawn
+        self._pad(numbers, count)
         numbers[2, :count] = [entry.start for entry in entries]
         numbers[3, :count] = [entry.pages[entry.start // page] * page + entry.start % page for entry in entries]
-        numbers[0, count:] = numbers[2, count:] = 0
-        numbers[3, count:] = -1
 
     def _write_chunk(self, entry: Scheduled, left: Mapping[str, int], numbers: NDArray[np.int64], begin: int) -> None:
         """A chunk of a prompt, from the token `begin` of the step on."""

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tilemesh.core.errors import RunError
 from tilemesh.core.ranges import check_sampling
-from tilemesh.serve.core import AnswerPart
 from tilemesh.serve.engine import Engine
+from tilemesh.serve.jobs import AnswerPart
 from tilemesh.serve.request import FinishReason, Sampling
 
 

@@ -30,7 +30,7 @@ class Segment(NamedTuple):
     """A stretch of a sequence: given to the model, or drawn by it."""
 
     tokens: Sequence[int]
-    logprobs: Sequence[float] | None = None
+    logprobs: Sequence[float] | Floats | None = None
     """Of each token as it was sampled, after temperature and filters; None: the model was given it."""
     versions: Sequence[int] = ()
     """Of the weights that drew each token."""
@@ -113,31 +113,29 @@ def pack(
     reward: Sequence[float] | None = None,
 ) -> Rollout:
     """Sequences of segments, one after the other: a prompt and an answer, or the turns of a conversation."""
-    tokens: list[int] = []
-    drawn: list[bool] = []
-    logprobs: list[float] = []
-    versions: list[int] = []
-    starts = [0]
-    for segments in sequences:
-        for segment in segments:
-            count, is_drawn = len(segment.tokens), segment.logprobs is not None
-            own = [0.0] * count if segment.logprobs is None else list(segment.logprobs)
-            if len(own) != count or (is_drawn and len(segment.versions) != count):
-                raise UsageError(
-                    f"a segment of {count} tokens with {len(own)} log-probabilities and {len(segment.versions)} "
-                    "versions: expected one of each per token that was drawn"
-                )
-            tokens += segment.tokens
-            drawn += [is_drawn] * count
-            logprobs += own
-            versions += list(segment.versions) if is_drawn else [-1] * count
-        starts.append(len(tokens))
+    every = [segment for segments in sequences for segment in segments]
+    for tokens, logprobs, versions in every:
+        if logprobs is not None and not len(tokens) == len(logprobs) == len(versions):
+            raise UsageError(
+                f"a segment of {len(tokens)} tokens with {len(logprobs)} log-probabilities and {len(versions)} "
+                "versions: expected one of each per token that was drawn"
+            )
+    counts = [len(segment.tokens) for segment in every]
+    starts = np.cumsum([0, *(sum(len(segment.tokens) for segment in segments) for segments in sequences)])
+    drawn = np.repeat(np.array([segment.logprobs is not None for segment in every], np.bool_), counts)
+    logprobs_N, versions_N = np.zeros(len(drawn)), np.full(len(drawn), -1, np.int64)
+    logprobs_N[drawn] = _joined([segment.logprobs for segment in every if segment.logprobs is not None], np.float64)
+    versions_N[drawn] = _joined([segment.versions for segment in every if segment.logprobs is not None], np.int64)
     return Rollout(
-        np.array(tokens, np.int64), np.array(starts, np.int64), np.array(drawn, np.bool_), np.array(logprobs),
-        np.array(versions, np.int64), np.broadcast_to(np.asarray(temperature, np.float64), (len(sequences),)).copy(),
+        _joined([segment.tokens for segment in every], np.int64), starts.astype(np.int64), drawn, logprobs_N,
+        versions_N, np.broadcast_to(np.asarray(temperature, np.float64), (len(sequences),)).copy(),
         np.zeros(len(sequences)) if reward is None else np.array(reward, np.float64), np.array(group, np.int64),
         tuple(finish),
     )  # fmt: skip
+
+
+def _joined(parts: Sequence[Any], dtype: type) -> NDArray[Any]:
+    return np.concatenate([np.zeros(0, dtype), *(np.asarray(part, dtype) for part in parts)])
 
 
 def join(parts: Sequence[Rollout]) -> Rollout:

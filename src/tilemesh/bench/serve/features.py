@@ -37,8 +37,8 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.model.lora import save_adapter
 from tilemesh.model.packed import packs
 from tilemesh.model.transformer import Transformer
-from tilemesh.serve.core import AnswerPart
 from tilemesh.serve.engine import Engine
+from tilemesh.serve.jobs import AnswerPart
 from tilemesh.serve.load import ServedModel
 from tilemesh.serve.request import Sampling
 

@@ -17,9 +17,9 @@ from tilemesh.bench.serve.load import Lengths, LoadRequest, make_load, to_simula
 from tilemesh.core.errors import RunError
 from tilemesh.model.work.decoding import SequencePart
 from tilemesh.plan.serving_clock import FittedSteps, StepClock
-from tilemesh.serve.core import AnswerPart
 from tilemesh.serve.engine import Engine
 from tilemesh.serve.history import RequestRecord, ServeHistory
+from tilemesh.serve.jobs import AnswerPart
 from tilemesh.serve.request import FinishReason, Sampling
 from tilemesh.serve.scheduler import QueueFullError
 from tilemesh.serve.simulate import predicted, simulate, simulate_with
