@@ -76,7 +76,7 @@ STRICTER = {
 }
 # The most lines that a room may have: raised only in the commit that adds a named capability. `make size` prints them.
 MOST_LINES = {
-    "core": 8_498,
+    "core": 8_615,
     "measure": 3_040,
     "launch": 2_140,
     "runs": 2_173,
@@ -89,11 +89,11 @@ MOST_LINES = {
     "parallel": 9_481,
     "methods": 1_978,
     "compress": 1_820,
-    "train": 7_741,
+    "train": 7_790,
     "serve": 9_384,
     "align": 3_607,
     "report": 6_250,
-    "bench": 9_268,
+    "bench": 9_294,
     "cli": 5_594,
     "guide": 15_837,
 }

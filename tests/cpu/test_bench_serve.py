@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import threading
@@ -23,6 +24,7 @@ from tilemesh.bench.serve.ours import fitting_batches, predict_load, run_load
 from tilemesh.bench.serve.peers import PeerProcess, write_folder
 from tilemesh.bench.serve.run import ServeBench
 from tilemesh.bench.serve.url import load_url, read_url
+from tilemesh.core.energy import EnergyCounter, EnergyMeter
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.model.config import preset
@@ -91,7 +93,10 @@ def test_a_load_runs_at_its_times_and_its_prediction_has_the_same_steps(engine: 
     assert fitting_batches(64) == [1, 4, 16, 64]
 
 
-def test_rows_have_prediction_limit_and_reasons(engine: Engine) -> None:
+def test_rows_have_prediction_limit_and_reasons(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = itertools.count(0.0, 6.0)  # joules: as much is drawn between any two looks
+    counter = EnergyCounter("a planted counter", 1, lambda: next(readings))
+    monkeypatch.setattr("tilemesh.bench.serve.run.energy_meter", lambda device: EnergyMeter(counter))
     clock = StepClock(TINY, parse_cluster("1xcpu"), "fp32")
     bench = ServeBench(engine, {"model": "tiny"}, clock, "", ServeGoal(60.0, 60.0), lambda text: None)
     bench.steps([1, 4], length=40, count=8)
@@ -100,8 +105,15 @@ def test_rows_have_prediction_limit_and_reasons(engine: Engine) -> None:
     names = [row.name for row in bench.found.rows]
     assert names[:3] == ["serve, decode step", "serve, decode step", "serve, offline"]
     assert "serve, first token" in names
+    energy = bench.found.rows[3]
+    assert (energy.name, energy.missing["predicted"]) == (
+        "serve, energy per token",
+        "no power is known of this device",
+    )
+    assert energy.measured is not None
+    assert energy.measured.median == 6 / 12  # four answers of three tokens
     for row in bench.found.rows:
-        assert row.predicted is not None
+        assert row.predicted is not None or row is energy
         assert row.measured is not None
         assert json.loads(row.to_json())["case"]["model"] == "tiny"
     offline = bench.found.rows[2]
@@ -118,7 +130,7 @@ def test_a_slow_machine_measures_less_and_never_nothing(engine: Engine) -> None:
     assert bench.predict is not None
     bench.predict = lambda parts: 10.0  # seconds per step
     bench.offline(make_load(8, Lengths(5, 9), Lengths(3, 3), TINY.vocabulary), 3, [])
-    (row,) = bench.found.rows
+    row = bench.found.rows[0]
     assert row.measured is not None
     assert (row.case["requests"], row.measured.n) == (1, 1)
     assert said[1:] == [
@@ -127,7 +139,7 @@ def test_a_slow_machine_measures_less_and_never_nothing(engine: Engine) -> None:
         "no time for more than 1 of 3 turns (--seconds)",
     ]
     bench.online(make_load(3, Lengths(5, 9), Lengths(3, 3), TINY.vocabulary, rate=100.0), 100.0)
-    assert len(bench.found.rows) == 1
+    assert [row.name for row in bench.found.rows] == ["serve, offline", "serve, energy per token"]
     fresh = ServeBench(engine, {"model": "tiny"}, None, "", ServeGoal(60.0, 60.0), said.append, seconds=1e-3)
     fresh.online(make_load(3, Lengths(5, 9), Lengths(3, 3), TINY.vocabulary, rate=100.0), 100.0)
     assert fresh.found.rows

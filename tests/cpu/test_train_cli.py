@@ -208,6 +208,7 @@ def test_a_runs_rows_say_what_is_missing_and_why(run: Path) -> None:
     found = read_object(run / "summary.json")
     made = rows(found, {"missing": "nobody asked"})
     shown = ["step time", "throughput", "MFU", "HFU", "peak memory per rank"]  # one rank has nothing to exchange
+    shown += ["energy per step", "energy per token"]
     assert [row.name for row in made] == shown
     assert made[0].missing["predicted"] == "nobody asked"
     predicted = rows(found, {"step_time_s": 0.5, "tokens_per_s": 128.0, "mfu": 0.1, "memory_bytes": 1e6})

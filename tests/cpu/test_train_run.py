@@ -68,6 +68,7 @@ from tilemesh.train.result import Result
 from tilemesh.train.rows import rows
 from tilemesh.train.source import Microbatch, Objective, TextSource, next_token
 from tilemesh.train.steps import Stepper
+from tilemesh.train.summary import _joules_per_step
 
 SMALL = (
     "model.layers=2,model.width=16,model.heads=4,model.kv_heads=2,model.mlp_width=32,model.context=16,"
@@ -296,7 +297,8 @@ class TestFiles:
         made = rows(found, predicted)
         print_rows(made, Console(file=shown, width=160))
         assert "too few steps" in shown.getvalue()
-        nothing = dataclasses.replace(made[-1], measured=Sample(0.0, 0.0, 0.0, 1))
+        memory = next(row for row in made if row.name == "peak memory per rank")
+        nothing = dataclasses.replace(memory, measured=Sample(0.0, 0.0, 0.0, 1))
         assert (nothing.prediction_error, nothing.of_limit) == (None, None)
 
     def test_predicted_and_measured_utilisation_are_of_one_peak(
@@ -316,6 +318,21 @@ class TestFiles:
         )
         assert (memory.limit, memory.of_limit) == (None, None)
         assert "optimizer states alone take" in memory.missing["limit"]
+
+    def test_energy_is_over_all_devices_and_predicted_from_a_boards_power(self, whole: Path) -> None:
+        found = read_object(whole / "summary.json") | {"joules_per_step": 60.0, "world": 2, "energy_source": "NVML"}
+        found |= {"device": "cuda", "cluster": "2xh100", "tokens_per_step": 30.0}
+        made = {row.name: row for row in rows(found, {"step_time_s": 0.1, "exchange_share": 0.5})}
+        step, token = made["energy per step"], made["energy per token"]
+        assert step.predicted == pytest.approx(0.1 * 2 * (100 + 0.5 * 600))  # watts: idle, and to the limit of 700
+        assert (step.measured, token.measured) == (Sample.of([60.0]), Sample.of([2.0]))
+        none = rows(found | {"joules_per_step": None, "energy_source": "not measured: no counter"}, {})[-1]
+        assert none.missing["measured"] == "not measured: no counter"
+
+    def test_a_device_that_ranks_share_is_counted_once(self) -> None:
+        joules, devices = [3.0, 5.0, 4.0], [1.0, 2.0, 1.0]
+        assert _joules_per_step(np.array([joules, devices]).T) == 4 + 5
+        assert _joules_per_step(np.array([[1.0, math.nan], [1.0, math.nan]]).T) is None
 
     def test_utilisation_of_a_gpu_is_of_its_datasheet_as_the_planners_is(self, whole: Path) -> None:
         found = read_object(whole / "summary.json")

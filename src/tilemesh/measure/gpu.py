@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from tilemesh.core.energy import EnergyMeter, cpu_counter, gpu_counter
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.measure.timing import Call, LoopTimer, Reading, Ready, reason_of
 
@@ -35,6 +36,13 @@ MOST_CALLS_IN_GRAPH = 1024
 # Sets rotate through this many times the L2 before one comes round again.
 L2_TIMES = 2.0
 MOST_SETS = 512
+
+
+def energy_meter(device: torch.device) -> EnergyMeter:
+    """Of a GPU's board, or of this machine's processors."""
+    if device.type != "cuda":
+        return EnergyMeter(cpu_counter())
+    return EnergyMeter(gpu_counter(str(torch.cuda.get_device_properties(device).uuid)))
 
 
 def sets_needed(bytes_per_set: int, l2_bytes: int) -> int:

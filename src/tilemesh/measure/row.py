@@ -24,7 +24,7 @@ CaseValue = str | int | float | bool | None
 COLUMNS = ("predicted", "measured", "limit")
 
 # True: more is better. Any other unit that ends in "/s" is a rate, so more is better there too.
-DIRECTIONS = {"s": False, "B": False, "nats": False, "fraction": True, "count": False, "messages": False}
+DIRECTIONS = {"s": False, "B": False, "nats": False, "fraction": True, "count": False, "messages": False, "J": False}
 
 _KEYS = (
     "name", "case", "unit", "predicted", "measured", "limit", "peers", "speedup", "missing",

@@ -25,6 +25,7 @@ from tilemesh.comm.runtime.choose import Choices
 from tilemesh.core.errors import RunError
 from tilemesh.core.shard import Shard
 from tilemesh.kernels.context import default_context
+from tilemesh.measure.gpu import energy_meter
 from tilemesh.measure.sample import Sample
 from tilemesh.parallel.gradients import GradientStep, StepFigures, read
 from tilemesh.runs import checkpoint
@@ -103,6 +104,8 @@ class Timing:
     exchange: list[float] = field(default_factory=list)
     data: list[float] = field(default_factory=list)
     idle: list[float] = field(default_factory=list)
+    joules: list[float] = field(default_factory=list)
+    """Of this rank's device in these steps, where it counts them (`core/energy.py`)."""
     checkpoint_steps: list[float] = field(default_factory=list)
     """Of steps during which a checkpoint was taken or being written, the taking included."""
     first_step_at: float | None = None
@@ -165,7 +168,7 @@ class Loop:
         self.folder, self.emit = folder, emit
         self.recorder, self.laid, self.optimizer = stepper.recorder, stepper.laid, stepper.optimizer
         self.mesh, self.device = stepper.laid.mesh, stepper.device
-        self.progress, self.timing = Progress(), Timing()
+        self.progress, self.timing, self.energy = Progress(), Timing(), energy_meter(stepper.device)
         self.fingerprint = stepper.source.fingerprint()
         self.loggers = loggers
         self.is_resumed = False
@@ -204,6 +207,7 @@ class Loop:
         """Train to the last step, or until somebody asks to stop; then the last checkpoint is written, or failed."""
         config, progress = self.config, self.progress
         self._began, self._read_at = progress.step, time.perf_counter()
+        self.energy.take()
         self._end_early()
         if self.is_resumed and progress.step < config.train.steps and not self.ended_early:
             self.journal.add(RESUMED, progress.step, plan=config.plan.to_dict())
@@ -280,6 +284,7 @@ class Loop:
         """What comes between two steps: the loss is read, perhaps the held-out text looked at, a checkpoint taken."""
         values = self.read()
         seconds = (time.perf_counter() - self._read_at) / len(values)
+        joules = self.energy.take()
         after = self.recorder.parts_s()
         self.progress.held_out = self.stepper.evaluate() if looks else None
         model = self.config.model
@@ -291,6 +296,9 @@ class Loop:
             seconds += (time.perf_counter() - taking) / len(values)
         parts = [(now - then) / len(values) for now, then in zip(after, before, strict=True)]
         self._note(values, seconds, parts, is_ordinary and not due)
+        if joules is not None and len(self.timing.joules) < len(self.timing.steps):
+            self.timing.joules.append(joules / len(values))
+        self.energy.take()  # what an evaluation or a checkpoint drew is of no step
         self._read_at = time.perf_counter()
 
     def _judge(self) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tilemesh.core.energy import modelled_watts
 from tilemesh.core.errors import UsageError
-from tilemesh.core.hardware import parse_cluster
+from tilemesh.core.hardware import Device, parse_cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step.program import chunk_layers, recomputed_layers
 from tilemesh.core.units import format_bytes
@@ -16,6 +17,7 @@ from tilemesh.measure.sample import Sample
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.operations import hardware_flops, model_flops
 from tilemesh.model.work.weights import count_parameters, shard_parameters
+from tilemesh.plan.constants import IDLE_POWER
 from tilemesh.plan.memory import rank_state_bytes, state_bytes
 from tilemesh.plan.prediction import mfu_words
 from tilemesh.train.predict import calibrated_peak, compute_dtype
@@ -29,7 +31,7 @@ _NO_STEP = "too few steps: the first ones and those with a checkpoint do not cou
 
 
 def rows(summary: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
-    """Step time, throughput, MFU, HFU, exchange share and peak memory of a run's summary."""
+    """Step time, throughput, MFU, HFU, exchange share, peak memory and energy of a run's summary."""
     model, plan = ModelConfig(**summary["model"]), ParallelPlan(**summary["plan"])
     context, batch = int(summary["context"]), int(summary["batch"])
     flops = model_flops(model, batch, context)
@@ -85,7 +87,25 @@ def rows(summary: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
         run_rows.append(row("exchange share", "fraction", guess, step and share, None, missing))
     guess, missing = predicted.get("memory_bytes"), {"limit": _least(summary)}
     run_rows.append(row("peak memory per rank", "B", guess, _grown(summary), None, missing))
+    joules, guess = summary.get("joules_per_step"), _expected_joules(summary, predicted)
+    missing = {"limit": "no least energy of a step is known"}
+    if guess is None and guess_s is not None:
+        missing["predicted"] = "no power is known of this device"
+    if joules is None:
+        missing["measured"] = str(summary.get("energy_source", "not measured"))
+    for name, parts in (("energy per step", 1.0), ("energy per token", tokens)):
+        sample = None if joules is None else Sample.of([float(joules) / parts])
+        run_rows.append(row(name, "J", guess and guess / parts, sample, None, missing))
     return run_rows
+
+
+def _expected_joules(summary: Mapping[str, Any], predicted: Mapping[str, Any]) -> float | None:
+    """Of a step on GPUs of known power: idle while they exchange, at their limit while they compute."""
+    seconds, gpu = predicted.get("step_time_s"), _known_gpu(summary)
+    if seconds is None or gpu is None or not gpu.power_w:
+        return None
+    busy = 1 - float(predicted.get("exchange_share") or 0.0)
+    return float(seconds) * int(summary["world"]) * modelled_watts(gpu.power_w, busy, IDLE_POWER)
 
 
 def _grown(summary: Mapping[str, Any]) -> Sample:
@@ -157,10 +177,15 @@ def _datasheet_peak(summary: Mapping[str, Any]) -> float | None:
 
     So the planner has them too. A CPU's peak is what was measured.
     """
-    if summary["device"] == "cpu":
-        return None
+    gpu = _known_gpu(summary)
+    peak = None if gpu is None else gpu.peak_flops_per_s.get(compute_dtype(summary))
+    return None if peak is None else peak * int(summary["world"])
+
+
+def _known_gpu(summary: Mapping[str, Any]) -> Device | None:
+    """The GPU of a run; None for a CPU and for one whose figures are not known."""
     try:
-        return parse_cluster(str(summary["cluster"])).device.peak(compute_dtype(summary)) * int(summary["world"])
+        return None if summary["device"] == "cpu" else parse_cluster(str(summary["cluster"])).device
     except UsageError:
         return None
 

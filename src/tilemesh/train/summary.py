@@ -38,7 +38,7 @@ def gather(loop: Loop, baseline: int, began: float, *, limit_s: float | None = N
     mine = np.array(
         [
             peak, baseline, _median(timing.steps), _median(timing.exchange), _median(timing.data),
-            _median(timing.idle), *_kept_bytes(loop),
+            _median(timing.idle), *_energy(loop), *_kept_bytes(loop),
         ],
         np.float64,
     )  # fmt: skip
@@ -112,8 +112,10 @@ def gather(loop: Loop, baseline: int, began: float, *, limit_s: float | None = N
             *map(int, everyone[:, 1]),
             *(int(other["memory_baseline_bytes"]) for other in others),
         ],
-        "memory_bytes": _by_kind(everyone[:, 0] - everyone[:, 1], everyone[:, 6:]),
+        "memory_bytes": _by_kind(everyone[:, 0] - everyone[:, 1], everyone[:, 8:]),
         "memory_how": HOW,
+        "joules_per_step": _joules_per_step(everyone[:, 6:8]),
+        "energy_source": loop.energy.source,
         "improve": "too few steps were timed to say"
         if taken is None
         else improvement(
@@ -127,6 +129,21 @@ def _bits_per_byte(loop: Loop) -> float | None:
     """The held-out loss independent of the tokenizer: bits for each byte of text."""
     held_out, per_token = loop.progress.held_out, loop.bytes_per_token
     return None if held_out is None or not per_token else held_out / math.log(2) / per_token
+
+
+def _energy(loop: Loop) -> tuple[float, float]:
+    """Joules of this rank's device per ordinary step, and which device that is."""
+    joules, counter = loop.timing.joules, loop.energy.counter
+    if not joules or counter is None:
+        return math.nan, math.nan
+    return sum(joules) / len(joules), float(counter.device)
+
+
+def _joules_per_step(ranks: np.ndarray) -> float | None:
+    """Over all devices, one that several ranks share counted once; None where one was not measured."""
+    if not np.isfinite(ranks).all():
+        return None
+    return float(sum(max(ranks[ranks[:, 1] == device, 0]) for device in set(ranks[:, 1])))
 
 
 def _kept_bytes(loop: Loop) -> list[float]:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tilemesh.bench.harness import Estimate, KeptRows, exactly, make_row
 from tilemesh.bench.profile import kernel_times, write_kernel_times
 from tilemesh.bench.serve.load import Lengths, LoadRequest, make_load, other_prompts
@@ -22,6 +24,7 @@ from tilemesh.bench.serve.ours import fit_engine, fitting_batches, predict_load,
 from tilemesh.bench.serve.peers import PeerProcess, write_folder
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import Cluster, device_for, make_node
+from tilemesh.measure.gpu import energy_meter
 from tilemesh.measure.machine import this_machine, usable_gpus
 from tilemesh.measure.row import CaseValue, Row
 from tilemesh.measure.sample import Sample
@@ -96,6 +99,10 @@ class ServeBench:
         self._began = time.monotonic()
 
     @property
+    def device(self) -> torch.device:
+        return next(self.engine.served.model.parameters()).device
+
+    @property
     def left_s(self) -> float:
         return self.seconds - (time.monotonic() - self._began)
 
@@ -134,8 +141,7 @@ class ServeBench:
 
     def _profile(self, load: Sequence[LoadRequest], path: Path) -> None:
         """Of the same load, prompts included."""
-        device = next(self.engine.served.model.parameters()).device
-        times = kernel_times(lambda: run_load(self.engine, load, watched=False), device)
+        times = kernel_times(lambda: run_load(self.engine, load, watched=False), self.device)
         count = load[0].output
         each = [(seconds / count, calls / count, name) for seconds, calls, name in times]
         self.say(f"{len(load)} sequences: {write_kernel_times(each, path)}")
@@ -156,12 +162,17 @@ class ServeBench:
         for peer in peers:
             peer.run(short)
         ours: list[float] = []
+        joules: list[float] = []
+        meter = energy_meter(self.device)
         theirs: dict[str, list[float]] = {peer.name: [] for peer in peers}
         tokens = sum(request.output for request in load)
         for block in range(blocks):
             begun_s = self.left_s
             load = other_prompts(load, vocabulary, block)
+            meter.take()
             history = run_load(self.engine, load, self.watched)
+            if (drawn := meter.take()) is not None:
+                joules.append(drawn / tokens)
             ours.append(load_figures(history.requests.values()).tokens_per_s)
             for peer in peers:
                 seconds = peer.run(load)
@@ -184,6 +195,21 @@ class ServeBench:
             self._limit_rate(history if self.watched else expected), Sample.of(ours),
             {name: Sample.of(rates) for name, rates in theirs.items() if rates}, missing,
         )  # fmt: skip
+        self._energy_row({"requests": len(load)}, None if guess is None else guess.tokens_per_s, joules, meter.source)
+
+    def _energy_row(
+        self, case: Mapping[str, CaseValue], tokens_per_s: float | None, joules: Sequence[float], source: str
+    ) -> None:
+        """Joules per output token. Predicted: the board at its limit for as long as an answer is predicted to take."""
+        gpu = None if self.device.type == "cpu" else device_for(torch.cuda.get_device_name(self.device))
+        why = "step times were not fitted" if tokens_per_s is None else "no power is known of this device"
+        guess = None if not tokens_per_s or gpu is None or not gpu.power_w else gpu.power_w / tokens_per_s
+        row = make_row(
+            "serve, energy per token", {**self.case, **case}, Sample.of(joules) if joules else None, unit="J",
+            predicted=Estimate(guess, why), limit=Estimate(None, "no least energy of a token is known"),
+            missing={} if joules else {"measured": source}, no_peers="of a peer's process none is counted apart",
+        )  # fmt: skip
+        self.found.rows.add([row])
 
     def _limit_rate(self, history: ServeHistory | None) -> float | None:
         """Tokens per second if every step of this schedule took its least time."""
