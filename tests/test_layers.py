@@ -80,7 +80,7 @@ MOST_LINES = {
     "measure": 3_040,
     "launch": 2_140,
     "runs": 2_173,
-    "data": 2_560,
+    "data": 2_629,
     "kernels": 19_684,
     "comm": 11_343,
     "graph": 9_106,

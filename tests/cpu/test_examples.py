@@ -1,0 +1,45 @@
+"""Examples do what their words say."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tilemesh.comm import run_threads
+from tilemesh.data.digits import drawn_digits, load_digits
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def example(name: str) -> dict[str, Any]:
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"))
+
+
+def test_digits_are_there_without_a_download() -> None:
+    digits = load_digits()
+    assert digits.images.shape == (1797, 8, 8)
+    assert digits.images.min() >= 0
+    assert digits.images.max() <= 1
+    assert sorted(set(digits.labels.tolist())) == list(range(10))
+    assert digits.source.startswith(("handwritten", "drawn"))
+
+
+def test_drawn_digits_follow_from_their_seed_and_are_told_apart_by_their_means() -> None:
+    digits, again, others = drawn_digits(600, 1), drawn_digits(600, 1), drawn_digits(600, 2)
+    assert np.array_equal(digits.images, again.images)
+    means = np.stack([digits.images[digits.labels == digit].mean(0) for digit in range(10)])
+    distances = ((others.images[:, None] - means) ** 2).sum((2, 3))
+    share = float((distances.argmin(1) == others.labels).mean())
+    assert 0.6 < share < 0.97  # readable, and not so easy that a network has nothing to learn
+
+
+@pytest.mark.slow
+def test_asynchronous_pipelines_read_97_percent_of_the_digits() -> None:
+    module = example("asynchronous_digits")
+    shares = module["main"](lambda function: run_threads(4, function))
+    for name in ("ampnet", "pipemare", "pipedream"):
+        assert shares[name] >= 0.97, (name, shares)
