@@ -83,3 +83,18 @@ def test_many_queries_are_taken_a_few_at_a_time(monkeypatch, is_fused):
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
     assert attend_block(q.bfloat16(), k.bfloat16(), v.bfloat16())[0].dtype == torch.float32, "sums are wide"
+
+
+def test_a_cap_on_scores_holds_where_torch_has_a_kernel_without_one():
+    """Beside scores, cap, softmax and values written out, with autograd."""
+    leaves = [normal(B, heads, 9, E, seed=heads).requires_grad_() for heads in (H, K, K)]
+    q, k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in leaves)
+    scores = 0.7 * torch.tanh(q @ k.mT / math.sqrt(E) / 0.7)
+    wanted = scores.masked_fill(~torch.ones(9, 9, dtype=bool).tril(), -math.inf).softmax(-1) @ v
+    grad = normal(B, H, 9, E, seed=5)
+    wanted.backward(grad)
+    tensors = [x.detach() for x in leaves]
+    y, sums = attend_block(*tensors, causal=True, cap=0.7)
+    torch.testing.assert_close(y, wanted.detach(), rtol=0, atol=1e-13)
+    for made, leaf in zip(attend_block_back(grad, *tensors, y, sums, causal=True, cap=0.7), leaves, strict=True):
+        torch.testing.assert_close(made, leaf.grad, rtol=0, atol=1e-12)

@@ -63,7 +63,7 @@ def attend_block(
     how = _implementation(implementation, q, cap)
     if how != "torch":
         return _by_kernel(how, q, k, v, causal, seen)
-    if _is_fused(q):
+    if _is_fused(q) and not cap:
         return _on_cpu(q, k, v, causal, seen)
     wide = accumulator(q.dtype)
     y, sums = q.new_empty(q.shape, dtype=wide), q.new_empty(q.shape[:-1], dtype=wide)
@@ -94,7 +94,7 @@ def attend_block_back(
     how = _implementation(implementation, q, cap)
     if how != "torch":
         return _back_by_kernel(how, (grad, q, k, v, y), sums, causal, seen)
-    if _is_fused(q):
+    if _is_fused(q) and not cap:
         return _back_on_cpu((grad, q, k, v, y), sums, causal, seen)
     wide, scale = accumulator(q.dtype), 1 / math.sqrt(q.shape[-1])
     dq = q.new_empty(q.shape, dtype=wide)
