@@ -76,7 +76,7 @@ STRICTER = {
 }
 # The most lines that a room may have: raised only in the commit that adds a named capability. `make size` prints them.
 MOST_LINES = {
-    "core": 8_615,
+    "core": 8_646,
     "measure": 3_040,
     "launch": 2_140,
     "runs": 2_173,
@@ -84,9 +84,9 @@ MOST_LINES = {
     "kernels": 19_684,
     "comm": 11_343,
     "graph": 9_106,
-    "model": 9_637,
-    "plan": 8_024,
-    "parallel": 9_481,
+    "model": 9_669,
+    "plan": 8_053,
+    "parallel": 9_623,
     "methods": 1_978,
     "compress": 1_820,
     "train": 7_790,

@@ -168,6 +168,10 @@ def test_what_a_listed_step_exchanges_is_predicted_for_every_stage(name: str) ->
         ({"cp": 2, "cp_exchange": "heads", "recompute": "full"}, "fp32"),
         ({"cp": 2, "dp": 2, "zero": 3, "cp_exchange": "heads"}, "fp32"),
         ({"cp": 2, "pp": 2, "accumulation": 4}, "fp32"),
+        ({"cp": 2, "cp_exchange": "gather", "recompute": "full"}, "bf16"),
+        ({"cp": 4, "cp_exchange": "gather"}, "fp32"),
+        ({"cp": 4, "tp": 2, "cp_exchange": "heads-ring"}, "fp32"),
+        pytest.param({"cp": 8, "cp_exchange": "heads-ring", "recompute": "full"}, "bf16", marks=pytest.mark.slow),
     ],
     ids=str,
 )

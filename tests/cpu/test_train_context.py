@@ -59,10 +59,10 @@ def assert_trained_alike(mesh: str, base: str, folder: Path, *sets: str) -> None
         )
 
 
-@pytest.mark.parametrize("exchange", ["ring", "heads"])
-def test_ranks_that_share_sequences_train_what_one_process_trains(exchange: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("exchange", "ranks"), [("ring", 2), ("heads", 2), ("gather", 2), ("heads-ring", 4)])
+def test_ranks_that_share_sequences_train_what_one_process_trains(exchange: str, ranks: int, tmp_path: Path) -> None:
     """Padded documents: sequences of different lengths, whose padding counts for nothing."""
-    assert_trained_alike("cp=2", "dp=1", tmp_path, f"plan.cp_exchange={exchange}", "data.packing=none")
+    assert_trained_alike(f"cp={ranks}", "dp=1", tmp_path, f"plan.cp_exchange={exchange}", "data.packing=none")
 
 
 def test_all_axes_and_packed_documents(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ def layout(words: str, sequences: int) -> ParallelPlan:
     sizes = {name: int(size) for name, size in re.findall(r"(dp|tp|pp|cp|ep) (\d+)", words)}
     zero = re.search(r"ZeRO-(\d)", words)
     more: dict[str, Any] = {"zero": int(zero[1]) if zero else 0, "sequence_parallel": sizes.get("tp", 1) > 1}
-    exchange = "heads" if "by heads" in words else "ring"
+    way = re.search(r" by (\S+),", words)
+    exchange = way[1] if way else "ring"
     return ParallelPlan(accumulation=sequences // sizes["dp"], cp_exchange=exchange, **sizes, **more, **ALIKE)  # type: ignore[arg-type]
 
 

@@ -6,7 +6,16 @@ import itertools
 
 import pytest
 
-from tilemesh.core.sequence import TokenRun, attended, block_pairs, tokens_of, zigzag
+from tilemesh.core.sequence import (
+    TokenRun,
+    attended,
+    block_pairs,
+    joined_runs,
+    ranks_sharing_heads,
+    runs_around,
+    tokens_of,
+    zigzag,
+)
 from tilemesh.core.shard import share
 
 
@@ -61,3 +70,29 @@ def test_pairs_beyond_a_window_are_left_out_and_neighbours_are_joined() -> None:
         (8, 16),
         (8, 16),
     ]
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 11, 64, 97])
+@pytest.mark.parametrize(("ranks", "near"), [(2, 1), (4, 2), (6, 3), (8, 2), (8, 8)])
+def test_neighbours_together_share_as_their_groups_would_and_gathered_keys_are_seen_once(
+    tokens: int, ranks: int, near: int
+) -> None:
+    runs = [zigzag(tokens, ranks, rank) for rank in range(ranks)]
+    stops = [joined_runs(runs[at : at + near]) for at in range(0, ranks, near)]
+    assert sorted(at for stop in stops for run in stop for at in range(run.begin, run.end)) == list(range(tokens))
+    if tokens % (2 * ranks) == 0:
+        assert stops == [zigzag(tokens, ranks // near, stop) for stop in range(ranks // near)]
+    for own in stops:
+        seen = [
+            (pair.queries.begin + query, pair.keys.begin + key)
+            for pair in block_pairs(own, runs_around(own))
+            for query in range(pair.queries.length)
+            for key in range(query + 1 if pair.causal else pair.keys.length)
+        ]
+        positions = [at for run in own for at in range(run.begin, run.end)]
+        assert sorted(seen) == [(at, key) for at, position in enumerate(positions) for key in range(position + 1)]
+
+
+def test_as_many_ranks_share_out_heads_as_there_are_whole_ones_for() -> None:
+    assert [ranks_sharing_heads("heads-ring", 8, heads) for heads in (1, 2, 6, 8, 32)] == [1, 2, 2, 8, 8]
+    assert [ranks_sharing_heads(how, 8, 2) for how in ("ring", "gather", "heads")] == [1, 1, 8]

@@ -25,7 +25,7 @@ LISTED = "listed"
 Recompute = Literal["none", "selective", "operators", "full"]
 """What a backward pass computes again, from the least to the most."""
 Attention = Literal["fused", "materialized"]
-ContextExchange = Literal["ring", "heads"]
+ContextExchange = Literal["ring", "gather", "heads", "heads-ring"]
 Precision = Literal["fp32", "bf16", "bf16-master", "fp16", "fp64", "fp8"]
 OFFLOADS = ("optimizer", "activations", "weights")
 """What may be moved to the host's memory while it is not needed."""
@@ -65,8 +65,10 @@ class ModelPlacement:
     cp: Count = 1
     """Context parallelism: ranks that share each sequence, of whose tokens each has an early and a late part."""
     cp_exchange: ContextExchange = "ring"
-    """How attention gets at the tokens of other ranks of cp: their keys and values come round (ring), or each rank gets
-    all tokens of a part of the heads (heads), for which tp x cp must divide the KV heads."""
+    """How attention gets at the tokens of other ranks of cp: their keys and values come round (ring), or are gathered
+    at once (gather); or each rank gets all tokens of a part of the heads (heads), for which tp x cp must divide the KV
+    heads; or neighbours do so, as many as the KV heads allow, and keys and values go round between them (heads-ring).
+    """
     sequence_parallel: bool = False
     """The parts of a layer that tp does not split (norms, dropout, residuals) are split along the sequence."""
     zero: Annotated[int, Range(0, 3)] = 0

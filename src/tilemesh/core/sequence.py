@@ -9,7 +9,8 @@ the last of c ranks has 2c/(c+1) times the mean. Plain values; `parallel/ring.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from tilemesh.core.shard import share
@@ -55,6 +56,34 @@ def zigzag(tokens: int, ranks: int, rank: int, begin: int = 0) -> Runs:
 
 def tokens_of(runs: Runs) -> int:
     return sum(run.length for run in runs)
+
+
+def joined_runs(runs: Iterable[Runs]) -> Runs:
+    """Of several ranks together, in the order of the sequence."""
+    joined: list[TokenRun] = []
+    for run in sorted(run for each in runs for run in each):
+        if joined and joined[-1].end == run.begin:
+            joined[-1] = TokenRun(joined[-1].begin, joined[-1].length + run.length)
+        else:
+            joined.append(run)
+    return tuple(joined)
+
+
+def runs_around(own: Runs) -> Runs:
+    """All tokens up to the last of a rank's, cut where its runs begin and end."""
+    every: list[TokenRun] = []
+    for run in own:
+        before = every[-1].end if every else 0
+        every += [TokenRun(before, run.begin - before)] * (run.begin > before) + [run]
+    return tuple(every)
+
+
+def ranks_sharing_heads(exchange: str, ranks: int, kv_heads: int) -> int:
+    """Of ranks that share a sequence, the neighbours of which each gets all their tokens of a part of the heads: as
+    many as the KV heads of a rank allow, and 1 where an exchange leaves heads together."""
+    if exchange == "heads":
+        return ranks
+    return math.gcd(ranks, kv_heads) if exchange == "heads-ring" else 1
 
 
 def block_pairs(queries: Runs, keys: Runs, window: int = 0, joined: bool = True) -> list[BlockPair]:

@@ -19,6 +19,7 @@ from tilemesh.core.axes import BATCH, ORDER, place_among
 from tilemesh.core.conflicts import PLAN_CONFLICTS, refuse
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.sequence import ranks_sharing_heads
 from tilemesh.core.shard import Shard, share
 from tilemesh.core.step.program import step_program
 from tilemesh.model.config import ModelConfig
@@ -92,7 +93,11 @@ def lay(
         raise UsageError(f"a {type(model).__name__} and no splits: give a map from name patterns to kinds of split")
     _agree(model, mesh, plan, kinds)
     _require_fit(model, mesh, plan)
-    context = ContextAxis(mesh.cp.comm, plan.cp_exchange, algorithm) if plan.cp > 1 else None
+    context = None
+    if plan.cp > 1:
+        kv_heads = max(1, model.config.kv_heads // plan.tp) if isinstance(model, Transformer) else 1
+        together = ranks_sharing_heads(plan.cp_exchange, plan.cp, kv_heads)
+        context = ContextAxis(mesh.cp.comm, plan.cp_exchange, algorithm, together)
     seams = Seams(mesh.tp.comm, plan.sequence_parallel, algorithm=algorithm, context=context)
     if isinstance(model, Transformer):
         use = planned_use(use, plan, model.config.layers)

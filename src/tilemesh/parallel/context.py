@@ -2,8 +2,9 @@
 
 The one idea: all but attention treats each token by itself, so a rank that has some of a sequence's tokens computes as
 ever, and the tokens bring their places along: positions for rotary and learned embeddings, rows of dropout's masks,
-documents. Attention alone exchanges, one of two ways: keys and values go round (`ring.py`), or every rank gets all
-tokens of some heads and gives their results back (two all_to_alls). Which tokens a rank has is `core/sequence.py`.
+documents. Attention alone exchanges: keys and values go round or are gathered (`ring.py`), or every rank gets all
+tokens of some heads and gives their results back (two all_to_alls); or neighbours do this among them, and keys and
+values go round from neighbours to neighbours. Which tokens a rank has is `core/sequence.py`.
 
 B: rows; T: tokens; H: query heads; K: key and value heads; E: head width.
 """
@@ -20,14 +21,23 @@ import torch
 from torch import Tensor
 
 from tilemesh.comm.runtime.communicator import Communicator
-from tilemesh.core.sequence import Runs, tokens_of, zigzag
+from tilemesh.core.sequence import Runs, joined_runs, tokens_of, zigzag
 from tilemesh.core.tensor_placement import Crossing, P, R
 from tilemesh.model.attend import attend
 from tilemesh.model.deferral import product_dtype
 from tilemesh.model.documents import DocumentPlaces, document_places
 from tilemesh.model.dropout import DropoutPlace
 from tilemesh.model.kernels import TORCH
-from tilemesh.parallel.ring import AttendedRuns, DocumentEnds, RingAttention
+from tilemesh.parallel.ring import (
+    AttendedRuns,
+    DocumentEnds,
+    KeyGather,
+    KeyRing,
+    KeyTravel,
+    SharedAttention,
+    by_rank,
+    in_order,
+)
 
 
 @dataclass
@@ -36,8 +46,10 @@ class ContextAxis:
 
     comm: Communicator
     exchange: str = "ring"
-    """`ring` or `heads`, as a plan's `cp_exchange`."""
+    """As a plan's `cp_exchange`."""
     algorithm: str = "auto"
+    together: int = 1
+    """Neighbours that share out heads (`ranks_sharing_heads`)."""
 
     def runs(self, tokens: int, begin: int = 0) -> tuple[Runs, ...]:
         """What each rank has of so many tokens."""
@@ -50,7 +62,7 @@ class ContextAxis:
     def own(self, x_BT: Tensor) -> Tensor:
         """Of something that all ranks have of every token (dim 1), what belongs to this one's."""
         runs = zigzag(x_BT.shape[1], self.comm.size, self.comm.rank)
-        return torch.cat([x_BT[:, run.begin : run.end] for run in runs], dim=1)
+        return torch.cat([x_BT[:, :0], *(x_BT[:, run.begin : run.end] for run in runs)], dim=1)
 
     def placed(self, place: DropoutPlace, tokens: int, device: torch.device) -> DropoutPlace:
         """Of this rank's tokens, where those of all ranks begin at a place."""
@@ -72,11 +84,12 @@ class ContextAxis:
         self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, pass_: ContextCache, window: int, cap: float
     ) -> Tensor:
         """Of this rank's tokens over those of all ranks."""
-        if self.exchange == "ring":
-            return self.go_round(q_BTHE, k_BTKE, v_BTKE, pass_.runs, window, pass_.implementation, cap)
-        q, k, v = self.to_heads((q_BTHE, k_BTKE, v_BTKE), pass_.runs.queries)
-        y_BTHE = attend(q, k, v, None, pass_.documents, window, pass_.implementation, cap)
-        return self.to_tokens(y_BTHE, pass_.runs.queries)
+        q, k, v = self.to_heads((q_BTHE, k_BTKE, v_BTKE), pass_.runs.shares)
+        if self.exchange == "heads":
+            y_BTHE = attend(q, k, v, None, pass_.documents, window, pass_.implementation, cap)
+        else:
+            y_BTHE = self.go_round(q, k, v, pass_.runs, window, pass_.implementation, cap)
+        return self.to_tokens(y_BTHE, pass_.runs.shares)
 
     def go_round(
         self,
@@ -88,36 +101,54 @@ class ContextAxis:
         kernels: str = TORCH,
         cap: float = 0.0,
     ) -> Tensor:
-        """Attention by the ring."""
+        """Attention to keys and values that go round, or are gathered."""
         how = "auto" if kernels == TORCH else kernels  # of torch's own none gives the sums
         q, k, v = (x.to(product_dtype(x)).transpose(1, 2) for x in (q_BTHE, k_BSKE, v_BSKE))
-        return RingAttention(self.comm, runs, window, how, cap)(q, k, v).transpose(1, 2)
+        queries = runs.queries[self.comm.rank // self.together]
+        travel: KeyTravel = KeyRing(self.comm, runs.keys, self.together)
+        if self.exchange == "gather":
+            travel = KeyGather(self.comm, runs.keys, queries, self.algorithm)
+        return SharedAttention(travel, queries, runs.documents, window, how, cap)(q, k, v).transpose(1, 2)
 
-    def to_heads(self, tensors: Sequence[Tensor], runs: Sequence[Runs]) -> Sequence[Tensor]:
-        """From all heads of this rank's tokens to this rank's part of the heads of all tokens, in their order."""
-        size, counts = self.comm.size, [tokens_of(each) for each in runs]
-        heads = [x.shape[2] // size for x in tensors]
-        parts = [x.to(product_dtype(x)).reshape(*x.shape[:2], size, -1, x.shape[3]) for x in tensors]
-        sent = torch.cat(parts, dim=3).permute(2, 1, 0, 3, 4).flatten(0, 1)  # (ranks x T, B, heads, E)
-        got_TBHE = self._swapped(sent, [counts[self.comm.rank]] * size, counts)
-        pieces = torch.split(got_TBHE, [run.length for each in runs for run in each])
-        begins = [run.begin for each in runs for run in each]
-        ordered = torch.cat([pieces[at] for at in sorted(range(len(begins)), key=begins.__getitem__)])
-        return torch.split(ordered.transpose(0, 1), heads, dim=2)
+    def to_heads(self, tensors: Sequence[Tensor], shares: Sequence[Runs]) -> Sequence[Tensor]:
+        """From all heads of this rank's tokens to this rank's part of the heads of all neighbours' tokens, in their
+        order."""
+        size = self.together
+        if size == 1:
+            return tensors
+        near, own = self._neighbours(shares), shares[self.comm.rank]
+        counts = [tokens_of(each) for each in near]
+        shapes = [(x.shape[2] // size, x.shape[3]) for x in tensors]
+        widths = [heads * width for heads, width in shapes]
+        parts = [
+            x.to(product_dtype(x)).reshape(*x.shape[:2], size, width) for x, width in zip(tensors, widths, strict=True)
+        ]
+        sent = torch.cat(parts, dim=3).permute(2, 1, 0, 3).flatten(0, 1)  # (ranks x T, B, heads x E)
+        got_TBF = self._swapped(sent, [tokens_of(own)] * size, counts)
+        pieces = torch.split(in_order(got_TBF, near).transpose(0, 1), widths, dim=2)
+        return [piece.reshape(*piece.shape[:2], *shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
-    def to_tokens(self, y_BTHE: Tensor, runs: Sequence[Runs]) -> Tensor:
+    def to_tokens(self, y_BTHE: Tensor, shares: Sequence[Runs]) -> Tensor:
         """The other way, of attention's result."""
-        size, counts = self.comm.size, [tokens_of(each) for each in runs]
-        first = min(run.begin for each in runs for run in each)
-        y_TBHE = y_BTHE.transpose(0, 1)
-        sent = torch.cat([y_TBHE[run.begin - first : run.end - first] for each in runs for run in each])
-        got = self._swapped(sent, counts, [counts[self.comm.rank]] * size)
-        return got.view(size, -1, *got.shape[1:]).permute(2, 1, 0, 3, 4).flatten(2, 3)
+        size = self.together
+        if size == 1:
+            return y_BTHE
+        near, own = self._neighbours(shares), shares[self.comm.rank]
+        sent = by_rank(y_BTHE.transpose(0, 1), near)
+        got = self._swapped(sent, [tokens_of(each) for each in near], [tokens_of(own)] * size)
+        return got.view(size, tokens_of(own), *got.shape[1:]).permute(2, 1, 0, 3, 4).flatten(2, 3)
+
+    def _neighbours(self, shares: Sequence[Runs]) -> Sequence[Runs]:
+        first = self.comm.rank // self.together * self.together
+        return shares[first : first + self.together]
 
     def _swapped(self, x: Tensor, sends: list[int], receives: list[int]) -> Tensor:
-        """Exchanged along dim 0, and its gradient the other way."""
+        """Exchanged with the neighbours along dim 0, nothing with others, and its gradient the other way."""
         function: Any = _Swap
-        y: Tensor = function.apply(x, self, sends, receives)
+        before = self.comm.rank // self.together * self.together
+        after = self.comm.size - before - self.together
+        of_all = ([0] * before + counts + [0] * after for counts in (sends, receives))
+        y: Tensor = function.apply(x, self, *of_all)
         return y
 
     def swap(self, x: Tensor, sends: list[int], receives: list[int]) -> Tensor:
@@ -182,8 +213,10 @@ def attended_runs(axis: ContextAxis, lengths: Sequence[int], documents: Document
     """Of the last of some slices of the sequences, over all of them; each slice is shared out by itself."""
     begins = [sum(lengths[:number]) for number in range(len(lengths))]
     by_slice = [axis.runs(length, begin) for length, begin in zip(lengths, begins, strict=True)]
-    keys = tuple(tuple(run for runs in by_slice for run in runs[rank]) for rank in range(axis.comm.size))
-    return AttendedRuns(by_slice[-1], keys, None if documents is None else _ends(documents))
+    near = range(0, axis.comm.size, axis.together)
+    grouped = [tuple(joined_runs(runs[at : at + axis.together]) for at in near) for runs in by_slice]
+    keys = tuple(tuple(run for runs in grouped for run in runs[stop]) for stop in range(len(near)))
+    return AttendedRuns(grouped[-1], keys, None if documents is None else _ends(documents), by_slice[-1])
 
 
 def _ends(documents: DocumentPlaces) -> DocumentEnds:

@@ -56,11 +56,12 @@ class SliceCache:
     ) -> Tensor:
         if self.axis is None or self.runs is None:
             return self._over_slices(layer, q_BTHE, k_BTKE, v_BTKE, window, cap)
-        if self.axis.exchange == "ring":
-            keys_BSKE, values_BSKE = self._with_earlier(layer, k_BTKE, v_BTKE)
-            return self.axis.go_round(q_BTHE, keys_BSKE, values_BSKE, self.runs, window, cap=cap)
-        q, k, v = self.axis.to_heads((q_BTHE, k_BTKE, v_BTKE), self.runs.queries)
-        return self.axis.to_tokens(self._over_slices(layer, q, k, v, window, cap), self.runs.queries)
+        q, k, v = self.axis.to_heads((q_BTHE, k_BTKE, v_BTKE), self.runs.shares)
+        if self.axis.exchange == "heads":
+            y_BTHE = self._over_slices(layer, q, k, v, window, cap)
+        else:
+            y_BTHE = self.axis.go_round(q, *self._with_earlier(layer, k, v), self.runs, window, cap=cap)
+        return self.axis.to_tokens(y_BTHE, self.runs.shares)
 
     def _with_earlier(self, layer: int, k_BTKE: Tensor, v_BTKE: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all slices so far."""

@@ -214,18 +214,26 @@ def layer_times(model: ModelConfig, cluster: Cluster, task: Task, rates: Rates |
         speed.seconds(tuple(part for part in layer.backward if isinstance(part, FusedAttention))),
     )
 
+    def along(exchange: Exchange) -> RanksOfNodes:
+        if exchange.among is None:
+            return axes[exchange.axis]
+        count, apart = exchange.among
+        return group(cluster, count, sizes[exchange.axis][1] * apart)
+
     def exchange_s(exchanges: Iterable[Exchange], backward: bool, name: str = "tp", cost: float = hidden) -> float:
         several = [exchange for exchange in exchanges if exchange.backward is backward and exchange.axis == name]
-        ring_s = sum(_ring_s(axes[name], exchange) for exchange in several if exchange.collective == "send")
-        # What goes round travels while the keys that are here are attended to: all but the last rank's.
-        behind_s = attention_s[backward] * (1 - 1 / task.cp) if axes[name].hides else 0.0
+        ring = [exchange for exchange in several if exchange.collective == "send"]
+        ring_s = sum(_ring_s(along(exchange), exchange) for exchange in ring)
+        # What goes round travels while the keys that are here are attended to: all but the last ones.
+        stops = max((along(exchange).ranks for exchange in ring), default=1)
+        behind_s = attention_s[backward] * (1 - 1 / stops) if axes[name].hides else 0.0
         hidden_s = 0.0 if name != "ep" or task.code == "fused" else _beside_s(model, task, axes[name], speed, backward)
         return (
             max(ring_s - behind_s, constants.HIDDEN_COST * ring_s)
             - hidden_s
             + sum(
                 (cost if exchange.hides else 1.0)
-                * axes[name].exchange_s(exchange.collective, exchange.nbytes, exchange.copies)
+                * along(exchange).exchange_s(exchange.collective, exchange.nbytes, exchange.copies)
                 for exchange in several
                 if exchange.collective not in ("send", "recv")
             )
@@ -235,7 +243,7 @@ def layer_times(model: ModelConfig, cluster: Cluster, task: Task, rates: Rates |
         return sum(
             exchange.nbytes
             if exchange.collective == "send"
-            else axes[name].sent_bytes(exchange.nbytes, exchange.collective)
+            else along(exchange).sent_bytes(exchange.nbytes, exchange.collective)
             for exchange in exchanges
             if exchange.backward is backward and exchange.axis == name and exchange.collective != "recv"
         )

@@ -109,11 +109,15 @@ def backward_bytes(model: ModelConfig, task: Task) -> int:
 
 def visiting_bytes(model: ModelConfig, task: Task) -> int:
     """Of attention where ranks share sequences, backward: keys and values here and on their way, and the same of their
-    gradients, beside this rank's own; by heads, what came and what goes back."""
+    gradients, beside this rank's own; gathered, those of all ranks and their gradients, as attention takes and as the
+    exchange sends them; by heads, what came and what goes back."""
     kv = 2 * task.tokens * max(1, model.kv_heads // task.tp) * model.head_width
-    if task.cp_exchange == "heads":
-        return 2 * (kv + task.tokens * model.query_width // task.tp) * task.size
-    return kv * (2 * task.size + 3 * task.wide)
+    if task.cp_exchange == "gather":
+        return kv * task.cp * (task.size + 2 * task.wide)
+    by_heads = 2 * (kv + task.tokens * model.query_width // task.tp) * task.size
+    ring = kv * (2 * task.size + 3 * task.wide)
+    near = task.sharing_heads(model)
+    return by_heads * (near > 1) + ring * (near < task.cp)
 
 
 def reserved_bytes(device: Device, ranks: int, compiler: bool, stages: int = 1) -> int:

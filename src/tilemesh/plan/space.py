@@ -16,7 +16,7 @@ from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import Device
 from tilemesh.core.plan import Attention, ContextExchange, ParallelPlan, Precision, Recompute
 from tilemesh.core.step.book import all_schedules, find
-from tilemesh.model.work.weights import why_not, why_not_ep, why_not_tp
+from tilemesh.model.work.weights import cp_exchanges, why_not, why_not_ep, why_not_tp
 from tilemesh.plan.step import Estimator
 
 CUT = ("chunk_layers",)
@@ -165,7 +165,7 @@ def _shared(estimator: Estimator, tp: int, dp: int, cp: int, pins: Pins) -> list
     model, expert_tp = estimator.model, pins.expert_tp or 0
     most = max(1, EP_NODES * estimator.cluster.node.count // tp)
     eps = [pins.ep] if pins.ep else [ep for ep in divisors(dp * cp) if ep <= most] if model.experts else [1]
-    exchanges: tuple[ContextExchange, ...] = ("ring", "heads") if cp > 1 else ("ring",)
+    exchanges = cp_exchanges(model, tp, cp)
     return [
         (ep, how)
         for ep in eps

@@ -12,6 +12,7 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.units import format_bytes, format_seconds
 from tilemesh.model.work.routing import imbalance
 from tilemesh.model.work.task import STATE_BYTES
+from tilemesh.model.work.weights import cp_exchanges
 from tilemesh.plan.choose import SearchResult
 from tilemesh.plan.memory import Room, usable_bytes
 from tilemesh.plan.prediction import Prediction
@@ -25,7 +26,7 @@ def why(result: SearchResult) -> list[str]:
     """One sentence a decision."""
     best = result.best
     lines = [_one_device(result), _time(result, best), _memory_techniques(result, best)]
-    lines += [_within_node(result, best), _experts(result, best), _sequences(best), _across(result, best)]
+    lines += [_within_node(result, best), _experts(result, best), _sequences(result, best), _across(result, best)]
     lines += [_in_fp8(result, best), _host(result, best)]
     return [line for line in lines if line]
 
@@ -244,15 +245,31 @@ def _experts(result: SearchResult, best: Prediction) -> str:
     )
 
 
-def _sequences(best: Prediction) -> str:
-    plan = best.plan
+_EXCHANGED = {
+    "ring": "keys and values come round",
+    "gather": "keys and values of all are gathered at once",
+    "heads": "each gets all tokens of some heads",
+    "heads-ring": "neighbours share out heads, and their keys and values go round",
+}
+
+
+def _sequences(result: SearchResult, best: Prediction) -> str:
+    plan, estimator = best.plan, result.estimator()
     if plan.cp == 1:
         return ""
-    how = "keys and values come round" if plan.cp_exchange == "ring" else "each gets all tokens of some heads"
+    beside = []
+    for how in cp_exchanges(result.model, plan.tp, plan.cp):
+        other = dataclasses.replace(plan, cp_exchange=how)
+        if how != plan.cp_exchange:
+            fits = "" if estimator.fits(other) else " and does not fit"
+            beside.append(f"{format_seconds(estimator.step_s(other))} by {how}{fits}")
+    than = f"; the same layout takes {', '.join(beside)}" if beside else ""
+    fixed = ", as fixed" if result.pins.cp_exchange else ""
     return (
-        f"Sequences: cp {plan.cp} ranks share each one and keep 1/{plan.cp} of its activations; {how}, "
+        f"Sequences: cp {plan.cp} ranks share each one and keep 1/{plan.cp} of its activations; "
+        f"{_EXCHANGED[plan.cp_exchange]} ({plan.cp_exchange}{fixed}), "
         f"{format_bytes(best.traffic['cp'])} sent per GPU and step, {best.times.cp_s / best.step_time_s:.1%} of the "
-        "step's time that attention does not hide."
+        f"step's time that attention does not hide{than}."
     )
 
 

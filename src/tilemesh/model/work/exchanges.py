@@ -35,6 +35,8 @@ class Exchange:
     """Whether it can run beside the product of a weight gradient, which does not wait for it."""
     copies: int = 1
     """Of an all_to_all: how many of a row go to different ranks, of which one alone need travel to a node."""
+    among: tuple[int, int] | None = None
+    """Of the axis so many ranks alone, so far apart."""
 
     @property
     def nbytes(self) -> int:
@@ -83,26 +85,36 @@ def forward_again(exchanges: Iterable[Exchange]) -> list[Exchange]:
 
 def context_exchanges(model: ModelConfig, task: Task) -> Iterator[Exchange]:
     """Of attention where ranks share sequences, as the first of them counts. Around the ring go keys and values of all
-    ranks, backward once more and their gradients behind them, as wide as they are summed; by heads two all_to_alls each
-    way. What is sent around the ring travels while other keys are computed with."""
+    ranks, backward once more and their gradients behind them, as wide as they are summed; gathered, the same at once.
+    What is sent around the ring travels while other keys are computed with. By heads two all_to_alls each way, and of
+    a part of the ranks those, then a ring of what neighbours have together, each of a part of the heads."""
     if task.cp == 1:
         return
     q = task.sequences * model.query_width // task.tp
     kv = 2 * task.sequences * max(1, model.kv_heads // task.tp) * model.head_width
-    own, every = task.shares[0], sum(task.shares)
-    if task.cp_exchange == "heads":
-        # What a rank gets: its heads of all tokens, or all heads of its tokens.
-        for numbers, backward in ((every * (q + kv) // task.cp, False), (every * q // task.cp, True)):
-            yield Exchange("attention", "cp", "all_to_all", numbers, task.size, backward)
-        for numbers, backward in ((own * q, False), (own * (q + kv), True)):
-            yield Exchange("attention", "cp", "all_to_all", numbers, task.size, backward)
+    near, every = task.sharing_heads(model), sum(task.shares)
+    if task.cp_exchange == "gather":
+        for collective, size, backward in (
+            ("all_gather", task.size, False), ("all_gather", task.size, True), ("reduce_scatter", task.wide, True)
+        ):  # fmt: skip
+            yield Exchange("attention", "cp", collective, kv * every, size, backward)
+    stops = [sum(task.shares[at : at + near]) for at in range(0, task.cp, near)]
+    if near > 1:
+        # What a rank gets: its heads of all neighbours' tokens, or all heads of its own.
+        own = task.shares[0]
+        for numbers, backward in (
+            (stops[0] * (q + kv) // near, False), (stops[0] * q // near, True), (own * q, False), (own * (q + kv), True)
+        ):  # fmt: skip
+            yield Exchange("attention", "cp", "all_to_all", numbers, task.size, backward, among=(near, 1))
+    if len(stops) == 1 or task.cp_exchange == "gather":
         return
-    sent, come = every - task.shares[1], every - own
-    for backward in (False, True):
-        yield Exchange("attention", "cp", "send", kv * sent, task.size, backward, hides=True)
-        yield Exchange("attention", "cp", "recv", kv * come, task.size, backward, hides=True)
-    yield Exchange("attention", "cp", "send", kv * come, task.wide, backward=True, hides=True)
-    yield Exchange("attention", "cp", "recv", kv * (every - task.shares[-1]), task.wide, backward=True, hides=True)
+    kv //= near
+    for tokens, last, size, backward in (
+        (stops[1], stops[0], task.size, False), (stops[1], stops[0], task.size, True),
+        (stops[0], stops[-1], task.wide, True),
+    ):  # fmt: skip
+        for way, numbers in (("send", kv * (every - tokens)), ("recv", kv * (every - last))):
+            yield Exchange("attention", "cp", way, numbers, size, backward, hides=True, among=(len(stops), near))
 
 
 def expert_exchanges(model: ModelConfig, task: Task) -> Iterator[Exchange]:

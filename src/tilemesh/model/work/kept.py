@@ -186,8 +186,8 @@ def _kept_by_experts(model: ModelConfig, task: Task) -> Iterator[Kept]:
 
 
 def caps_in_memory(model: ModelConfig, task: Task) -> bool:
-    """Whether scores are soft-capped by torch's operators, all of them at once; ranks of a ring go by blocks."""
-    return model.score_cap > 0 and not (task.cp > 1 and task.cp_exchange == "ring")
+    """Whether scores are soft-capped by torch's operators, all of them at once; where keys visit ranks, in blocks."""
+    return model.score_cap > 0 and not (task.cp > 1 and task.cp_exchange != "heads")
 
 
 def _kept_by_attention(model: ModelConfig, task: Task) -> Iterator[Kept]:

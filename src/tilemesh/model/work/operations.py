@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tilemesh.core.cost import LONG_DTYPES, Cost
-from tilemesh.core.sequence import BlockPair, block_pairs, zigzag
+from tilemesh.core.sequence import BlockPair, block_pairs, joined_runs, runs_around, zigzag
 from tilemesh.kernels.attention import cost as attention
 from tilemesh.kernels.matmul.cost import product_cost
 from tilemesh.kernels.softmax import cost as softmax
@@ -204,7 +204,7 @@ def _weight_gradients(products: tuple[Product, ...]) -> Iterator[Product]:
 def _attention(model: ModelConfig, task: Task) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:
     """Scores and their product with the values, forward and backward."""
     queries, keys, d, size = task.queries, task.keys, model.head_width, task.size
-    if task.attention == "fused" and task.cp > 1 and task.cp_exchange == "ring" and not task.gpu:
+    if task.attention == "fused" and task.cp > 1 and task.cp_exchange != "heads" and not task.gpu:
         return _attention_in_blocks(model, task)
     if task.attention == "fused" and not model.score_cap:
         own = (task.sequences, model.heads // task.tp, max(1, model.kv_heads // task.tp))
@@ -232,10 +232,13 @@ def _attention(model: ModelConfig, task: Task) -> tuple[tuple[Operation, ...], t
 
 
 @functools.cache
-def ring_blocks(tokens: int, ranks: int) -> tuple[BlockPair, ...]:
-    """Blocks of keys that come round to the first rank's queries of one sequence, in zigzag order."""
+def shared_blocks(tokens: int, ranks: int, near: int = 1, gathered: bool = False) -> tuple[BlockPair, ...]:
+    """Blocks of keys that come to the first rank's queries of one sequence, in zigzag order: those of each stop of the
+    ring, which is `near` ranks together, or of all of them in their order."""
     runs = [zigzag(tokens, ranks, rank) for rank in range(ranks)]
-    return tuple(pair for keys in runs for pair in block_pairs(runs[0], keys))
+    stops = [joined_runs(runs[at : at + near]) for at in range(0, ranks, near)]
+    visits = [runs_around(stops[0])] if gathered else stops
+    return tuple(pair for keys in visits for pair in block_pairs(stops[0], keys))
 
 
 BLOCK_CALLS = (32, 36)
@@ -244,13 +247,14 @@ BLOCK_CALLS = (32, 36)
 
 
 def _attention_in_blocks(model: ModelConfig, task: Task) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:
-    """Around the ring on a CPU (`kernels/attention/blocks.py`): attention of each block, whose result is merged with
-    what others gave (read and written as two products and a sum), or whose gradients are added; keys and values as
-    often as query heads share them. What passes around the ring is made and copied once."""
-    heads, kv_heads, width = model.heads // task.tp, max(1, model.kv_heads // task.tp), model.head_width
+    """Where keys visit a rank of a CPU (`kernels/attention/blocks.py`): attention of each block, whose result is merged
+    with what others gave (read and written as two products and a sum), or whose gradients are added; keys and values as
+    often as query heads share them. What visits is made and copied once."""
+    near, width = task.sharing_heads(model), model.head_width
+    heads, kv_heads = model.heads // task.tp // near, max(1, model.kv_heads // task.tp) // near
     forward: list[Operation] = []
     backward: list[Operation] = []
-    for pair in ring_blocks(sum(task.shares), task.cp):
+    for pair in shared_blocks(sum(task.shares), task.cp, near, task.cp_exchange == "gather"):
         sizes = (task.sequences, heads, kv_heads, pair.queries.length, pair.keys.length, width, task.dtype)
         block = FusedAttention("attention of a block", *sizes, is_block=True)
         query, key = (task.sequences * heads * width * run.length * task.wide for run in (pair.queries, pair.keys))

@@ -11,7 +11,8 @@ from typing import Literal
 
 from tilemesh.core.hardware import DTYPE_BYTES, Device
 from tilemesh.core.plan import COMPUTE_DTYPE, Attention, ContextExchange, ParallelPlan, Precision
-from tilemesh.core.sequence import tokens_of, zigzag
+from tilemesh.core.sequence import ranks_sharing_heads, tokens_of, zigzag
+from tilemesh.model.config import ModelConfig
 
 Code = Literal["fused", "compiled", "eager"]
 """What runs a layer: hand-fused training code (Megatron's), torch.compile, or torch operation by operation."""
@@ -101,6 +102,10 @@ class Task:
     def cp(self) -> int:
         """Ranks that share each sequence."""
         return len(self.shares) or 1
+
+    def sharing_heads(self, model: ModelConfig) -> int:
+        """Of these, neighbours that share out heads."""
+        return ranks_sharing_heads(self.cp_exchange, self.cp, max(1, model.kv_heads // self.tp))
 
     @property
     def ranks_per_expert(self) -> int:

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from tilemesh.core.errors import UsageError
-from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.plan import ContextExchange, ParallelPlan
+from tilemesh.core.sequence import ranks_sharing_heads
 from tilemesh.core.step.book import is_listed
 from tilemesh.model.config import ModelConfig
 
@@ -392,9 +393,19 @@ def why_not(model: ModelConfig, plan: ParallelPlan, ranks: int | None = None) ->
     if plan.cp > 1 and plan.cp_exchange == "heads" and model.kv_heads % (plan.tp * plan.cp):
         return (
             f"cp_exchange is heads and cp is {plan.cp}: a rank gets whole KV heads, and {model.kv_heads} kv_heads are "
-            f"not divisible by tp {plan.tp} x cp {plan.cp}; set cp_exchange=ring"
+            f"not divisible by tp {plan.tp} x cp {plan.cp}; set cp_exchange=ring, gather or heads-ring"
         )
     return None
+
+
+def cp_exchanges(model: ModelConfig, tp: int, cp: int) -> list[ContextExchange]:
+    """How ranks that share sequences can exchange, each way once: where all or none of them share out heads, heads and
+    a ring together are one of these."""
+    if cp == 1:
+        return ["ring"]
+    near = ranks_sharing_heads("heads-ring", cp, max(1, model.kv_heads // tp))
+    possible = {"ring": True, "gather": True, "heads": near == cp, "heads-ring": 1 < near < cp}
+    return [how for how in get_args(ContextExchange) if possible[how]]
 
 
 def _nearest_tp(model: ModelConfig, tp: int) -> str:

@@ -240,6 +240,8 @@ def shared_sequences(ranks: int) -> list[Case]:
     if ranks == 2:
         every = [Case(model, gate_plan(cp=2, accumulation=2), packed=model in ("gemma", "gpt")) for model in MODELS]
         every += [Case(model, gate_plan(cp=2, cp_exchange="heads"), packed=model != "post") for model in _BY_HEADS]
+        gathered: dict[str, Any] = {"cp": 2, "cp_exchange": "gather"}
+        every += [Case(model, gate_plan(**gathered), packed=model == "gemma") for model in ("gpt", "gemma", "llama")]
         return [*every, Case("llama", gate_plan(1, 2, True), packed=True)]
     most: dict[str, Any] = {"cp": ranks // 2}
     return [
@@ -249,10 +251,16 @@ def shared_sequences(ranks: int) -> list[Case]:
         Case("llama", gate_plan(2, 1, False, 2, **most), packed=True),
         Case("gpt", gate_plan(1, ranks // 4, False, 2, 2, "terapipe", cp=2), packed=True),
         Case("neox", gate_plan(1, ranks // 4, False, 2, 2, "terapipe", cp=2, cp_exchange="heads"), packed=True),
+        Case("gemma", gate_plan(cp=4, dp=ranks // 4, cp_exchange="gather", recompute="full"), packed=True),
+        Case("gpt", gate_plan(1, ranks // 4, False, 2, 2, "terapipe", cp=2, cp_exchange="gather"), packed=True),
+        *(Case(model, gate_plan(cp=4, dp=ranks // 4, cp_exchange="heads-ring"), packed=True) for model in _BY_BOTH),
+        # Of a slice's few tokens some ranks have none.
+        *[Case("llama", gate_plan(1, 1, False, 2, 2, "terapipe", cp=4, cp_exchange="heads-ring"))] * (ranks == 8),
     ]
 
 
 _BY_HEADS = ("gpt", "gemma", "post")
+_BY_BOTH = ("gemma", "llama")
 
 
 def compressed(ranks: int) -> list[tuple[ParallelPlan, str]]:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from tilemesh.core.conflicts import is_runnable
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step.book import find, synchronous
+from tilemesh.model.work.weights import cp_exchanges
 from tilemesh.parallel.gate.cases import MODELS, ROWS, Case, cases, gate_plan, in_precision, numerics
 
 RECOMPUTED: tuple[tuple[str, int | str], ...] = (
@@ -25,7 +26,7 @@ RECOMPUTED: tuple[tuple[str, int | str], ...] = (
     ("full", 2),
     ("full", "sqrt"),
 )
-EXCHANGED = ((1, "ring"), (2, "ring"), (2, "heads"), (4, "ring"))
+EXCHANGED = ((1, "ring"), (2, "ring"), (2, "heads"), (4, "ring"), (2, "gather"), (4, "heads-ring"))
 """Ranks that share a sequence, and how."""
 OFFLOADED = ("", "activations", "activations+weights")
 """Optimizer states on the host are no part of what the gate trains by: `tests/mpi/test_zero.py` has them."""
@@ -106,7 +107,7 @@ def _possible(ranks: int) -> Iterator[_Combination]:
                     shared = f"{cp} by {exchange}"
                     values = (dp, tp, pp, sequence, schedule, zero, group, ahead, again, moved, count, shared)
                     for model, config in MODELS.items():
-                        if exchange == "ring" or config.kv_heads % (tp * cp) == 0:
+                        if exchange in cp_exchanges(config, tp, cp):
                             yield _Combination(model, layout, values)
 
 
