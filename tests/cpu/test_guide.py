@@ -645,7 +645,7 @@ def test_drawings_of_no_chapter_are_as_the_code_draws_them() -> None:
     page = (ROOT / "docs" / "guide" / "figures.md").read_text()
     assert len(re.findall(r"^\| \d+ \|", page, re.MULTILINE)) == 69
     others = {name: text for name, text in every_figure().items() if name.startswith("figures/")}
-    assert len(others) == 17
+    assert len(others) == 16
     for name, text in others.items():
         ET.fromstring(text)
         committed = ROOT / "docs" / "guide" / name

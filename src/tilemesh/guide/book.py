@@ -75,6 +75,9 @@ _ALL = (
     ),
     GuidePart("13", "four_models", "Four models", "actor, critic, reward, reference: memory, work, the length trap"),
     GuidePart("14", "places", "Where they live", "colocated, split, one step off: timelines, staleness, new weights"),
+    GuidePart(
+        "16", "cutting", "Who cuts what", "products cut in four ways, annotations, choosers raced, Alpa's two levels"
+    ),
     GuidePart("17", "smaller", "Making it smaller", "fewer bits, fewer weights, a student: what each costs, measured"),
     GuidePart("ladder", "ladder", "The GPU matmul ladder", "one kernel per idea, with counted reads"),
     GuidePart("locality", "locality", "Locality on the CPU", "loop order, tiling, strides, false sharing"),

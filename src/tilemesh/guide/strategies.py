@@ -1,4 +1,4 @@
-"""Drawings of an element-wise operator and a product that are cut, and of choosing cuts so that least is sent.
+"""Drawings of an element-wise operator that is cut, and of choosing cuts of two products so that least is sent.
 
 The choice is a shortest path. A tensor between two products is whole, cut by rows, cut by columns, or a sum whose parts
 lie on different ranks; a product leads from one of these to another, and every step sends a number of bytes.
@@ -31,7 +31,7 @@ class CutStep:
 
 def figures() -> dict[str, str]:
     """By file name, for `docs/guide/figures/`."""
-    return files_of(element_wise, grid, strategies)
+    return files_of(element_wise, strategies)
 
 
 def _ring(nbytes: int) -> int:
@@ -132,23 +132,4 @@ def element_wise() -> str:
         scene.text(left + columns * cell / 2, 70 + rows * cell + 18, words, align="mid", size=11)
     note = "a number: the device that holds this element of X, of Y and of Z; backward needs no message either"
     scene.note(70, 256, note)
-    return scene.svg()
-
-
-def grid() -> str:
-    """C = A·B on four devices, each with a quarter of C."""
-    scene = Scene(860, 250, "A product cut in two dimensions: device (i, j) has rows i of A and columns j of B")
-    pair = range(2)
-    tables = (
-        ((160, 60), [[(f"devices ({row}, 0) and ({row}, 1)", row, False)] for row in pair]),
-        ((80, 120), [[(f"devices\n(0, {col}) and\n(1, {col})", 2 + col, False) for col in pair]]),
-        ((80, 60), [[(f"({row}, {col})", 4 + 2 * row + col, False) for col in pair] for row in pair]),
-    )
-    for column, (name, x) in enumerate((("A", 70), ("B", 340), ("C = A·B", 610))):
-        scene.text(x + 80, 58, name, align="mid", bold=True)
-        scene.cells(x, 70, *tables[column], gap=0, size=11)
-    scene.text(285, 136, "·", size=20, align="mid")
-    scene.text(555, 136, "=", size=20, align="mid")
-    note = "no product needs another device; backward sums the gradient of A over j and that of B over i"
-    scene.note(70, 222, note)
     return scene.svg()

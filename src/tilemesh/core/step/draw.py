@@ -47,9 +47,9 @@ def curves(
 
 
 def bars(values: Sequence[float], most: float) -> str:
-    """A curve in one line of text: for each value a bar, as high as its share of `most`."""
+    """A curve in one line of text: for each value a bar, as high as its share of `most`, from none to all."""
     top = len(_BARS) - 1
-    return "".join(_BARS[round(max(value, 0.0) / most * top)] if most else " " for value in values)
+    return "".join(_BARS[round(min(max(value / most, 0.0), 1.0) * top)] if most else " " for value in values)
 
 
 def text(program: StepProgram, timeline: Timeline, memory: Sequence[Curve] = (), columns: int = 160) -> str:
