@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tilemesh.data.tokenizer import Bytes, FileTokenizer
 from tilemesh.model.sampling import keyed_uniform, keyed_uniforms, pick, stream_key
+from tilemesh.serve import sampling as drawn_rows
 from tilemesh.serve.request import Sampling
 from tilemesh.serve.sampling import TokenDraw, draw_tokens, logprobs_of
 from tilemesh.serve.text import TextStream
@@ -244,3 +245,18 @@ def test_a_tokenizer_that_drops_a_leading_space_keeps_those_between_words(tmp_pa
     inner.save(str(tmp_path / "tokenizer.json"))
     stream = TextStream(FileTokenizer(tmp_path / "tokenizer.json"))
     assert "".join(stream.add([token]) for token in (0, 1, 2, 3, 1)) == "to be orx be"
+
+
+def test_rows_of_exact_mode_are_drawn_together_and_by_as_many_rows_whoever_is_beside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[int] = []
+    draw = drawn_rows.draw_tokens
+    monkeypatch.setattr(drawn_rows, "draw_tokens", lambda rows, some: (seen.append(len(rows)), draw(rows, some))[1])
+    logits = torch.randn(40, 300, generator=torch.Generator().manual_seed(3)) * 3
+    asked = [drawing(Sampling(temperature=(0.0, 1.0, 1.4)[row % 3], top_k=row % 2 * 9), row) for row in range(40)]
+    together = drawn_rows.draw_evenly(logits, asked)
+    assert len(seen) == 3  # not 40
+    assert together == [drawn_rows.draw_evenly(logits[row : row + 1], asked[row : row + 1])[0] for row in range(40)]
+    assert together == draw(logits, asked)
+    assert set(seen) == {16}

@@ -27,7 +27,15 @@ from tilemesh.serve.jobs import AnswerPart, LiveAnswer, PromptJob
 from tilemesh.serve.ranks import RankRunner, RanksLostError
 from tilemesh.serve.request import FinishReason, RequestState, ServeRequest
 from tilemesh.serve.runner import RequestLogits, Runner
-from tilemesh.serve.sampling import DrawnScores, TokenDraw, TokenLogprobs, draw_tokens, logprobs_of, unsound_rows
+from tilemesh.serve.sampling import (
+    DrawnScores,
+    TokenDraw,
+    TokenLogprobs,
+    draw_evenly,
+    draw_tokens,
+    logprobs_of,
+    unsound_rows,
+)
 from tilemesh.serve.scheduler import Progressed, Scheduled, Scheduler, StepPlan
 from tilemesh.serve.stretch import DecodeStretch, RowEnd
 from tilemesh.serve.text import Decoder, TextStream
@@ -401,15 +409,11 @@ class EngineCore:
         drawings = [drawing for rows in drawn for drawing in rows.drawings]
         if not drawings:
             return []
-        if self.runner.invariant:
-            # One row at a time: no kernel then sees how many rows there are.
-            each = [row_V[None] for rows in drawn for row_V in rows.logits_NV]
-            return [draw_tokens(row, [drawing])[0] for row, drawing in zip(each, drawings, strict=True)]
-        step_NV = drawn[0].step_NV
+        draw, step_NV = draw_evenly if self.runner.invariant else draw_tokens, drawn[0].step_NV
         if any(rows.step_NV is not step_NV for rows in drawn):
-            return draw_tokens(torch.cat([rows.logits_NV for rows in drawn]), drawings)
+            return draw(torch.cat([rows.logits_NV for rows in drawn]), drawings)
         places = [rows.first + place for rows in drawn for place in range(len(rows.drawings))]
-        return draw_tokens(_rows_at(step_NV, places), drawings)
+        return draw(_rows_at(step_NV, places), drawings)
 
     def _allowed(self, entry: Scheduled) -> list[Tensor | None]:
         """The tokens that a constraint allows after the last token and after each draft; nothing without one."""

@@ -27,6 +27,8 @@ from tilemesh.kernels.likeliest.reference import likeliest
 from tilemesh.model.sampling import keep_likeliest, keyed_uniform, pick, shares
 from tilemesh.serve.request import Sampling
 
+_EVEN_ROWS = 16
+
 
 class TokenDraw(NamedTuple):
     """What the token after one row of logits is drawn with."""
@@ -139,6 +141,18 @@ def draw_tokens(logits_NV: Tensor, drawings: Sequence[TokenDraw]) -> list[int]:
         some = slice(None) if len(drawn) == len(drawings) else torch.tensor(drawn, device=rows_NV.device)
         tokens_N[some] = _draw(rows_NV[some], [drawings[index] for index in drawn])
     return list(map(int, tokens_N.tolist()))
+
+
+def draw_evenly(logits_NV: Tensor, drawings: Sequence[TokenDraw]) -> list[int]:
+    """The same by kernels that always see as many rows, so that no bit of one follows from how many there are."""
+    tokens: list[int] = []
+    for first in range(0, len(drawings), _EVEN_ROWS):
+        rows, some = logits_NV[first : first + _EVEN_ROWS], drawings[first : first + _EVEN_ROWS]
+        padding = _EVEN_ROWS - len(some)
+        if padding:
+            rows, some = torch.cat((rows, rows[-1:].expand(padding, -1))), [*some, *[some[-1]] * padding]
+        tokens += draw_tokens(rows, some)
+    return tokens[: len(drawings)]
 
 
 def _changed_rows(logits_NV: Tensor, drawings: Sequence[TokenDraw]) -> Tensor:
