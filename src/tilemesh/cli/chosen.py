@@ -7,19 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tilemesh.cli.placed import place, read_axes, read_pins
+from tilemesh.cli.placed import read_axes, read_pins
 from tilemesh.core.axes import ranks_of
+from tilemesh.core.calibration import Rates
 from tilemesh.core.errors import UsageError
-from tilemesh.core.hardware import parse_cluster
+from tilemesh.core.hardware import LOCAL, Cluster, parse_cluster
 from tilemesh.core.units import format_bytes, format_seconds, parse_bytes
 from tilemesh.graph.build import argument, multiply, subtract
 from tilemesh.graph.derive import vjp
 from tilemesh.graph.ir import Graph, Node
 from tilemesh.graph.ops import FLOATS
-from tilemesh.plan.place.problem import Chosen
-from tilemesh.plan.place.propagate import PlacedGraph
+from tilemesh.plan.place.problem import Chosen, PlacementProblem
 
 if TYPE_CHECKING:
+    from tilemesh.plan.place.space import PlacementSpace
     from tilemesh.report.html import Html
 
 HEAD = ("chooser", "predicted time", "memory per rank", "sent per rank", "evaluations", "at most better by", "seconds")
@@ -49,33 +50,52 @@ class PlacingWords:
     train: bool
 
 
-def place_program(graph: Graph, model: Any, words: PlacingWords) -> tuple[PlacedGraph, list[Chosen]]:
-    """The graph as pins place it, or as the best placement that was found; and then who found what."""
-    carried: dict[Node, Node] = {}
-    if words.train:
-        parameters = model.named_parameters() if hasattr(model, "named_parameters") else ()
-        graph, carried = training_step(graph, [name for name, _ in parameters])
-    if words.choose is None:
-        return place(graph, words.mesh, words.pin), []
-    from tilemesh.parallel.choose import CHOOSERS, race, refusal
-    from tilemesh.parallel.choose.recipes import with_recipes
+def program_space(graph: Graph, model: Any, words: PlacingWords) -> tuple[PlacementSpace, PlacementProblem]:
+    """All placements of a program, and the problem that pins leave of choosing one."""
     from tilemesh.plan.place.cost import MeshCost
     from tilemesh.plan.place.space import PlacementSpace
 
+    graph, carried = trained_graph(graph, model, words)
     axes = read_axes(words.mesh)
-    cluster = parse_cluster(f"{ranks_of(axes)}x{words.device}")
+    cluster, rates = ranks_on(words.device, ranks_of(axes))
     limit = parse_bytes(words.memory) if words.memory is not None else cluster.device.usable_bytes
     pins = read_pins(words.pin, graph)
     results = {f"output{number}": node for number, node in enumerate(graph.outputs)}
     ends = {results[name]: placement for name, placement in pins.items() if name in results}
-    space = PlacementSpace(graph, MeshCost(axes, cluster), carried, limit_bytes=limit, ends=ends)
-    problem = space.problem.fixed(space.pinned({name: pins[name] for name in pins if name not in results}))
-    answers = race(problem, tuple(CHOOSERS) if words.choose == "all" else (words.choose,))
-    if words.choose == "all" and not pins:
+    space = PlacementSpace(graph, MeshCost(axes, cluster, rates), carried, limit_bytes=limit, ends=ends)
+    return space, space.problem.fixed(space.pinned({name: pins[name] for name in pins if name not in results}))
+
+
+def trained_graph(graph: Graph, model: Any, words: PlacingWords) -> tuple[Graph, dict[Node, Node]]:
+    """With --train both passes and new parameters, and which output is whose new value; else as it is."""
+    if not words.train:
+        return graph, {}
+    parameters = model.named_parameters() if hasattr(model, "named_parameters") else ()
+    return training_step(graph, [name for name, _ in parameters])
+
+
+def ranks_on(device: str, ranks: int) -> tuple[Cluster, Rates | None]:
+    """So many of a device by its datasheet, or of this machine's cores (`local`) as they were measured."""
+    if device != LOCAL:
+        return parse_cluster(f"{ranks}x{device}"), None
+    from tilemesh.measure.machine import this_machine
+    from tilemesh.plan.local import local_machine
+
+    measured = local_machine(f"{ranks}x{LOCAL}-cpu", this_machine())
+    return measured.cluster, measured.rates
+
+
+def choose_placements(space: PlacementSpace, problem: PlacementProblem, words: PlacingWords) -> list[Chosen]:
+    """Who found what, the fastest placement first."""
+    from tilemesh.parallel.choose import CHOOSERS, race, refusal
+    from tilemesh.parallel.choose.recipes import with_recipes
+
+    answers = race(problem, tuple(CHOOSERS) if words.choose == "all" else (str(words.choose),))
+    if words.choose == "all" and not words.pin:
         answers = with_recipes(space, answers)
     if answers[0].choice is None:
-        raise refusal(problem, words.choose)
-    return space.placed(answers[0].choice), answers
+        raise refusal(problem, str(words.choose))
+    return answers
 
 
 def _cells(each: Chosen) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.axes import Axes
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.shard import Shard
@@ -128,6 +129,33 @@ def _fitting(trace: JointTrace, pins: Pins, axes: Axes) -> dict[str, TensorPlace
     return named
 
 
+def exchange_call(node: Node, comm: Communicator) -> Callable[[Tensor], Tensor]:
+    """What a node that ranks compute together does, by the communicator along its axis."""
+    attributes = dict(node.attributes)
+    if node.op == "all_reduce":
+        return lambda x: comm.all_reduce(x.contiguous())
+    dim, counts = attributes["dim"], attributes["counts"]
+    if node.op == "all_gather":
+        rank = len(node.shape)  # a turned view is gathered as it lies in memory
+        order = node.inputs[0]["order"] if node.inputs[0].op == "transpose" else tuple(range(rank))
+        back, lies = [order.index(at) for at in range(rank)], order[dim]
+        return lambda x: comm.all_gather(x.permute(back).contiguous(), axis=lies, counts=counts).permute(order)
+    if node.op == "reduce_scatter":
+        return lambda x: comm.reduce_scatter(x.contiguous(), axis=dim, counts=counts)
+    into, parts, shape = attributes["into"], list(attributes["parts"]), whole_shape(node)
+
+    def all_to_all(x: Tensor) -> Tensor:
+        pieces = [piece.flatten() for piece in torch.split(x, parts, into)]
+        shapes = [[length if at == dim else size for at, size in enumerate(shape)] for length in counts]
+        lengths = [math.prod(each) for each in shapes]
+        sent = [piece.numel() for piece in pieces]
+        flat = comm.all_to_all(torch.cat(pieces), send_counts=sent, recv_counts=lengths)
+        received = zip(flat.split(lengths), shapes, strict=True)
+        return torch.cat([piece.view(each) for piece, each in received], dim)
+
+    return all_to_all
+
+
 class PlacedProgram:
     """What one rank runs: two programs over its own parts."""
 
@@ -145,26 +173,7 @@ class PlacedProgram:
         self.constants = [value.to(device) for value in trace.constants.values()]
 
     def _exchange(self, node: Node) -> Callable[[Tensor], Tensor]:
-        comm, attributes = self.mesh.axis(node["axis"]).comm, dict(node.attributes)
-        if node.op == "all_reduce":
-            return lambda x: comm.all_reduce(x.contiguous())
-        dim, counts = attributes["dim"], attributes["counts"]
-        if node.op == "all_gather":
-            return lambda x: comm.all_gather(x.contiguous(), axis=dim, counts=counts)
-        if node.op == "reduce_scatter":
-            return lambda x: comm.reduce_scatter(x.contiguous(), axis=dim, counts=counts)
-        into, parts, shape = attributes["into"], list(attributes["parts"]), whole_shape(node)
-
-        def all_to_all(x: Tensor) -> Tensor:
-            pieces = [piece.flatten() for piece in torch.split(x, parts, into)]
-            shapes = [[length if at == dim else size for at, size in enumerate(shape)] for length in counts]
-            lengths = [math.prod(each) for each in shapes]
-            sent = [piece.numel() for piece in pieces]
-            flat = comm.all_to_all(torch.cat(pieces), send_counts=sent, recv_counts=lengths)
-            received = zip(flat.split(lengths), shapes, strict=True)
-            return torch.cat([piece.view(each) for piece, each in received], dim)
-
-        return all_to_all
+        return exchange_call(node, self.mesh.axis(node["axis"]).comm)
 
     def parts(self, call: ModuleCall) -> Iterator[Tensor]:
         """This rank's parts of the inputs."""

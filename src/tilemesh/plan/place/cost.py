@@ -11,21 +11,30 @@ import math
 from collections.abc import Sequence
 
 from tilemesh.core.axes import Axes
+from tilemesh.core.calibration import Rates
 from tilemesh.core.cost import SHORT_DTYPES
 from tilemesh.core.hardware import Cluster
 from tilemesh.core.tensor_placement import SILENT, Mark, R, TensorPlacement, V, exchange_of
-from tilemesh.graph.ir import Node
+from tilemesh.graph.ir import Graph, Node
+from tilemesh.model.work.operations import Product
+from tilemesh.model.work.passes import MemoryPass
 from tilemesh.plan.place.exchange import Step, exchange_steps
 from tilemesh.plan.place.propagate import DTYPE_BYTES, sent_bytes
 from tilemesh.plan.place.rules import sized
-from tilemesh.plan.speed import RanksOfNodes, group
+from tilemesh.plan.speed import RanksOfNodes, Speed, group, speed_of
+
+VIEW_LAUNCHES = 0.5
+"""Of an operator's call, what the call of a view takes where the caller waits for both."""
+EXPONENTIALS = {"exp": 1, "log": 1, "tanh": 1, "erf": 2, "sin": 1, "cos": 1, "power": 2}
+"""Of operators that take dozens of instructions for an element: as many as so many exponentials, about."""
 
 
 class MeshCost:
     """Seconds and bytes on a mesh of a cluster's devices; the first axis joins neighbours in rank."""
 
-    def __init__(self, axes: Axes, cluster: Cluster) -> None:
-        self.axes, self.device, self.sizes = axes, cluster.device, dict(axes)
+    def __init__(self, axes: Axes, cluster: Cluster, rates: Rates | None = None) -> None:
+        self.axes, self.device, self.sizes, self.rates = axes, cluster.device, dict(axes), rates
+        self._speeds: dict[str, Speed] = {}
         self.groups: dict[str, RanksOfNodes] = {}
         stride = 1
         for axis, size in axes:
@@ -72,19 +81,63 @@ class MeshCost:
         seconds = self.groups[axis].exchange_s(collective, payload)
         # Pieces that are not rows of the whole are copied into their places, read and written once.
         dims = [mark.dim for mark in marks if isinstance(mark.dim, int)]
+        is_turned = node.op == "transpose"
+        if is_turned and collective == "all_gather":  # as what it is a view of, and seen so again
+            dims, node, is_turned = [node["order"][dim] for dim in dims], node.inputs[0], False
         is_strided = any(math.prod(sized(node, lead) for lead in range(dim)) > 1 for dim in dims)
-        return seconds + (2 * payload / self.device.memory_bytes_per_s if is_strided else 0.0)
+        if not (is_turned or is_strided):
+            return seconds
+        return seconds + self._speed("fp32").op_s(MemoryPass("copy", round(2 * payload), kind="strided"))
 
     def compute_s(self, node: Node, taken: Sequence[TensorPlacement], output: TensorPlacement) -> float:
         """An operator on what a rank takes: all axes along which anything is cut divide its work."""
-        if not node.launched:
+        if node.op in ("input", "constant", "iota"):
             return 0.0
-        cut = {axis for placement in (*taken, output) for axis, mark in placement if mark.kind == "S"}
-        flops = node.flops
-        assert isinstance(flops, int), node
+        is_copy = node.op == "reshape" and node.inputs[0].op == "transpose"
         short = SHORT_DTYPES.get(node.dtype, "fp32")
-        peak = self.device.peak(short if short in self.device.peak_flops_per_s else "fp32")
+        short = short if short in self.device.peak_flops_per_s else "fp32"
+        speed = self._speed(short)
+        if not (node.launched or is_copy):
+            return VIEW_LAUNCHES * speed.launch_s if speed.waits else 0.0
+        if node.op == "dot":
+            return speed.op_s(self._product(node, taken, output, short))
         inputs = dict(zip(node.inputs, taken, strict=True))
         moved = self.nbytes(node, output) + sum(self.nbytes(value, placed) for value, placed in inputs.items())
-        work = flops / math.prod(self.sizes[axis] for axis in cut) / peak
-        return self.device.launch_s + max(work, moved / self.device.memory_bytes_per_s)
+        elements = self.nbytes(node, output) / DTYPE_BYTES.get(node.dtype, 2)
+        exponentials = round(elements * EXPONENTIALS.get(node.op, 0))
+        seconds = speed.op_s(MemoryPass(node.op, round(moved), 1, exponentials, _pass_kind(node)))
+        flops = node.flops
+        assert isinstance(flops, int), node
+        cut = {axis for placement in (*taken, output) for axis, mark in placement if mark.kind == "S"}
+        return max(seconds, flops / math.prod(self.sizes[axis] for axis in cut) / speed.flops_per_s)
+
+    def least_s(self, graph: Graph) -> float:
+        """No placement of a graph takes less: its operations, all ranks busy with them at the best rate."""
+        flops = sum(node.flops for node in graph.nodes() if isinstance(node.flops, int))
+        peak = max(self.device.peak_flops_per_s.values())
+        return flops / peak / math.prod(self.sizes.values())
+
+    def _speed(self, short: str) -> Speed:
+        if short not in self._speeds:
+            self._speeds[short] = speed_of(self.device, short, self.rates)
+        return self._speeds[short]
+
+    def _product(self, node: Node, taken: Sequence[TensorPlacement], output: TensorPlacement, short: str) -> Product:
+        """What a rank has of a product of matrices."""
+
+        def local(value: Node, placement: TensorPlacement, dim: int) -> int:
+            return max(1, sized(value, dim) // self.pieces(placement, dim))
+
+        last = len(node.shape) - 1
+        *batch, m, n = (local(node, output, dim) for dim in range(last + 1))
+        k = local(node.inputs[0], taken[0], last)
+        return Product("dot", math.prod(batch), m, n, k, short)
+
+
+def _pass_kind(node: Node) -> str:
+    """Whether an operator reads and writes as a product of elements does."""
+    if node.op in ("take", "put_add"):
+        return "gathered"
+    if node.op not in ("sum", "amax", "argmax"):
+        return "plain"
+    return "rows" if len(node.inputs[0].shape) - 1 in node["dims"] else "strided"

@@ -29,8 +29,8 @@ def local_shape(node: Node, placement: TensorPlacement, axes: Axes, rank: int) -
 def local_graph(placed: PlacedGraph, rank: int, outputs: Sequence[TensorPlacement] | None = None) -> Graph:
     """The program of one rank: its parts of the inputs in, its parts of the outputs out, exchanges among its nodes.
 
-    outputs: as what each is wanted, if not as it is placed. An exchange is made once for all that read it, and not at
-    all where everyone wants the same other placement: what a node gives is then turned into that one at once.
+    outputs: as what each is wanted, if not as it is placed. An exchange is made once for all of a pass that read it,
+    and not at all where everyone wants the same other placement: what a node gives is then turned into it at once.
     """
     graph, axes = placed.graph, placed.axes
     if outputs is None:
@@ -42,15 +42,17 @@ def local_graph(placed: PlacedGraph, rank: int, outputs: Sequence[TensorPlacemen
     for node, wanted in zip(graph.outputs, outputs, strict=True):
         wants[node].add(wanted)
     exchanger = Exchanger(axes, rank)
-    parts: dict[tuple[Node, TensorPlacement], Node] = {}
+    parts: dict[tuple[Node, TensorPlacement, bool], Node] = {}
 
-    def part(node: Node, wanted: TensorPlacement) -> Node:
-        if (node, wanted) not in parts:
-            first, last = placed.given[node], placed.placements[node]
+    def part(node: Node, wanted: TensorPlacement, reader: Node) -> Node:
+        last = placed.placements[node]
+        first = placed.given.get(node, last)
+        key = (node, wanted, wanted not in (first, last) and reader in placed.first_pass)
+        if key not in parts:
             is_passed = wanted == last or (wants[node] == {wanted} and first != last)
             source = first if is_passed else last
-            parts[node, wanted] = exchanger.exchange(part(node, source), whole_shape(node), source, wanted)
-        return parts[node, wanted]
+            parts[key] = exchanger.exchange(part(node, source, node), whole_shape(node), source, wanted)
+        return parts[key]
 
     inputs = []
     for node in graph.inputs:
@@ -58,13 +60,13 @@ def local_graph(placed: PlacedGraph, rank: int, outputs: Sequence[TensorPlacemen
         inputs.append(
             make("input", name=node["name"], shape=local_shape(node, placement, axes, rank), dtype=node.dtype)
         )
-        parts[node, placement] = inputs[-1]
+        parts[node, placement, False] = inputs[-1]
     for node in wants:
         if node.op != "input":
             takes, given = placed.taken[node], placed.given[node]
-            values = [part(*pair) for pair in zip(node.inputs, takes, strict=True)]
-            parts[node, given] = local_node(node, values, takes, given, axes, rank)
-    return Graph(tuple(inputs), tuple(part(*pair) for pair in zip(graph.outputs, outputs, strict=True)))
+            values = [part(*pair, node) for pair in zip(node.inputs, takes, strict=True)]
+            parts[node, given, False] = local_node(node, values, takes, given, axes, rank)
+    return Graph(tuple(inputs), tuple(part(*pair, pair[0]) for pair in zip(graph.outputs, outputs, strict=True)))
 
 
 def whole_shape(node: Node) -> tuple[int, ...]:

@@ -70,6 +70,8 @@ class PlacedGraph:
     """What each node's own computation gives, before `placements` is made of it."""
     conflicts: tuple[PlacementConflict, ...] = ()
     exchanges: tuple[PlacedExchange, ...] = field(default=())
+    first_pass: frozenset[Node] = frozenset()
+    """Nodes whose exchanged copies others do not read: these exchange again, and nothing is kept for them."""
 
     @property
     def nbytes(self) -> float:

@@ -49,6 +49,7 @@ class PlacementSpace:
         self.graph, self.cost, self.carried = graph, cost, dict(carried or {})
         self.in_place, self.ends, self.opaque = in_place, ends, opaque
         self.order = _scheduled(graph)
+        self._forward = frozenset(ordered(graph.outputs[:1]))
         self.readers = users(self.order)
         self._free = self._constants()
         self._ways: dict[object, list[Choice]] = {}
@@ -198,8 +199,7 @@ class PlacementSpace:
 
     def reads(self) -> Iterator[tuple[Node, list[tuple[Node | None, int]]]]:
         """Each value, and who reads it in one pass: (operator, input), or for an output nobody and -1."""
-        forward = set(ordered(self.graph.outputs[:1]))
-        places = {node: place for place, node in enumerate(self.order)}
+        forward, places = self._forward, {node: place for place, node in enumerate(self.order)}
         outputs = set(self.graph.outputs)
         for node in self.order:
             if node in self._free:
@@ -222,6 +222,11 @@ class PlacementSpace:
             return self.variable[kind], tuple(given for _, given in self.choices[kind])
         kind = self.kind[node]  # whoever gets it wants the sum
         return self.variable[kind], tuple(self.ends.get(node, _summed(given)) for _, given in self.choices[kind])
+
+    def result(self, node: Node, choice: Sequence[int]) -> TensorPlacement:
+        """As what an output is given."""
+        variable, wants = self.wants(node, None, -1)
+        return wants[choice[variable]]
 
     def _transfers(self) -> tuple[tuple[Transfer, ...], dict[tuple[Node, int], list[tuple[int, int]]]]:
         found: dict[object, int] = {}
@@ -335,7 +340,7 @@ class PlacementSpace:
                 done.add(wanted)
                 if reader is None and not self.readers[node]:
                     placements[node] = wanted
-        return PlacedGraph(self.graph, self.cost.axes, placements, taken, given, (), tuple(exchanges))
+        return PlacedGraph(self.graph, self.cost.axes, placements, taken, given, (), tuple(exchanges), self._forward)
 
 
 def _scheduled(graph: Graph) -> list[Node]:

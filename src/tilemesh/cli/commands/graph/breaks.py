@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from tilemesh.cli.commands.graph.explain import load_program
+from tilemesh.cli.programs import load_program
 from tilemesh.core.errors import RunError
 from tilemesh.core.options import argument
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tilemesh.cli import chosen
 from tilemesh.cli.output import Output
-from tilemesh.cli.placed import placed_drawing, placed_lines
+from tilemesh.cli.placed import place, placed_drawing, placed_lines
 from tilemesh.cli.placed import record as placed_record
-from tilemesh.core.errors import RunError, UsageError, unknown
-from tilemesh.core.hardware import DEVICES
+from tilemesh.cli.programs import load_program
+from tilemesh.cli.run_placed import PlacementRun, run_chosen, run_page, run_rows, run_words
+from tilemesh.core.errors import UsageError
+from tilemesh.core.hardware import DEVICES, LOCAL, Device
 from tilemesh.core.options import Known, OutFile, argument, option
 from tilemesh.core.units import format_bytes, format_seconds
 from tilemesh.graph.cost import graph_seconds, saved_by
@@ -20,6 +21,11 @@ from tilemesh.graph.ir import Graph
 from tilemesh.graph.memory import arena
 from tilemesh.graph.size import known
 from tilemesh.plan.place.problem import Chosen
+from tilemesh.plan.place.propagate import PlacedGraph
+
+if TYPE_CHECKING:
+    from tilemesh.measure.row import Row
+    from tilemesh.report.html import Html
 
 LINES = 40  # of a graph that is printed without --whole
 
@@ -27,8 +33,8 @@ LINES = 40  # of a graph that is printed without --whole
 @dataclass(frozen=True, kw_only=True)
 class ExplainOptions:
     program: str = argument(..., "A function of yours that returns a torch module and its inputs.", "FILE.py:FUNCTION")
-    device: Annotated[str, Known("device", "tilemesh.core.hardware:DEVICES")] = option(
-        "h100", "Predict times for this device, such as h200."
+    device: Annotated[str, Known("device", "tilemesh.core.hardware:DEVICES", also=LOCAL)] = option(
+        "h100", "Predict times for this device, such as h200; local is this machine as it was calibrated."
     )
     mesh: str | None = option(None, "Place the rewritten graph on ranks, axes in this order.", "dp=2,tp=2")
     pin: tuple[str, ...] = option((), "Where a tensor lies, such as up.weight=tp:S0; again for more.", "NAME=PLACE")
@@ -37,6 +43,7 @@ class ExplainOptions:
     )
     memory: str | None = option(None, "What a rank may hold, such as 8GiB; by default what the device has.", "SIZE")
     train: bool = option(False, "Place a training step: with gradients, and new values of all parameters.")
+    run: bool = option(False, "Run what is chosen on ranks of this machine; needs --device local.")
     whole: bool = option(False, "Print both graphs whole, however long they are.")
     svg: OutFile | None = option(None, "Draw the graph: before, after, and as kernels.", "FILE")
     html: OutFile | None = option(None, "The drawing and the rules as a page.", "FILE")
@@ -53,16 +60,15 @@ def explain(options: ExplainOptions) -> Output:
     from tilemesh.graph.tracing import trace
 
     device = options.device
+    figures_of = DEVICES[device] if device != LOCAL else chosen.ranks_on(device, 1)[0].device
     before = trace(model, inputs).graph
     after, steps = simplify(before, ALGEBRA)
-    gains = saved_by(before, steps, DEVICES[device])
-    figures = {"before": _figures(before, device), "after": _figures(after, device)}
+    gains = saved_by(before, steps, figures_of)
+    figures = {"before": _figures(before, figures_of), "after": _figures(after, figures_of)}
     record: dict[str, Any] = figures | {"rules": [vars(gain) for gain in gains]}
 
-    placed, answers = None, list[Chosen]()
-    if options.mesh is not None:
-        words = chosen.PlacingWords(options.mesh, options.pin, options.choose, device, options.memory, options.train)
-        placed, answers = chosen.place_program(after, model, words)
+    placed, answers, runs, rows = _placed(options, after, model)
+    if placed is not None:
         record |= {"placed": placed_record(placed)} | ({"chosen": chosen.record(answers)} if answers else {})
 
     def drawn() -> str:
@@ -87,8 +93,27 @@ def explain(options: ExplainOptions) -> Output:
         *([] if placed is None else ["", f"on {options.mesh}:", *placed_lines(placed)]),
         *(["", *chosen.chosen_lines(answers)] if answers else []),
     ]
-    files = {"svg": drawn, "html": lambda: _page(options.program, drawn(), record, device, answers)}
-    return Output([text], [record], files)
+    more: list[Callable[[], Html]] = [lambda: chosen.chosen_page(answers)] if answers else []
+    more += [lambda: run_page(runs)] if runs else []
+    files = {"svg": drawn, "html": lambda: _page(options.program, drawn(), record, device, [show() for show in more])}
+    return Output([text, rows, *([run_words(runs)] if runs else [])], [record, *rows], files)
+
+
+def _placed(
+    options: ExplainOptions, graph: Graph, model: Any
+) -> tuple[PlacedGraph | None, list[Chosen], list[PlacementRun], list[Row]]:
+    """As pins place it, or as the best placement that was found; then who found what, and what ranks took for it."""
+    if options.mesh is None:
+        return None, [], [], []
+    words = chosen.PlacingWords(
+        options.mesh, options.pin, options.choose, options.device, options.memory, options.train
+    )  # fmt: skip
+    if options.choose is None:
+        return place(chosen.trained_graph(graph, model, words)[0], words.mesh, words.pin), [], [], []
+    space, problem = chosen.program_space(graph, model, words)
+    answers = chosen.choose_placements(space, problem, words)
+    runs = run_chosen(options.program, words, answers) if options.run else []
+    return space.placed(answers[0].choice or ()), answers, runs, run_rows(runs, space)
 
 
 def _require_mesh(options: ExplainOptions) -> None:
@@ -98,9 +123,11 @@ def _require_mesh(options: ExplainOptions) -> None:
             raise UsageError(f"{name} without --mesh: give the ranks too, such as --mesh tp=2")
     if options.memory is not None and options.choose is None:
         raise UsageError("--memory without --choose: it limits what is chosen; give --choose ilp too")
+    if options.run and (options.choose is None or options.device != LOCAL):
+        raise UsageError("--run measures what is chosen on this machine: give --choose all --device local too")
 
 
-def _page(program: str, drawn: str, record: dict[str, Any], device: str, answers: list[Chosen]) -> str:
+def _page(program: str, drawn: str, record: dict[str, Any], device: str, more: Sequence[Html]) -> str:
     """The drawing, what each rule saved, and the figures before and after."""
     from tilemesh.report.draw import PageTable, grid
     from tilemesh.report.html import Html, el, join, page
@@ -115,45 +142,13 @@ def _page(program: str, drawn: str, record: dict[str, Any], device: str, answers
         el("h1", f"The graph of {program}"),
         *(el("p", f"{name}: {_words(record[name], device)}") for name in ("before", "after")),
         grid(table),
-        *([chosen.chosen_page(answers)] if answers else []),
+        *more,
         el("div", Html(drawn), style="overflow-x:auto"),
     )
     return page(f"The graph of {program}", body)
 
 
-def load_program(program: str) -> tuple[Any, list[Any]]:
-    """What the user's function returned: a model and its inputs."""
-    path, _, name = program.rpartition(":")
-    if not path or not name:
-        raise UsageError(f"the program is {program!r}; give FILE.py:FUNCTION, such as model.py:make")
-    if not Path(path).is_file():
-        raise UsageError(f"there is no file {path}; give FILE.py:FUNCTION")
-    spec = importlib.util.spec_from_file_location("explained", path)
-    if spec is None or spec.loader is None:
-        raise UsageError(f"{path} is no Python file; give FILE.py:FUNCTION")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise RunError(f"{path} fails when it is loaded: {type(error).__name__}: {error}") from error
-    make = getattr(module, name, None)
-    if not callable(make):
-        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise unknown("function", name, functions)
-    try:
-        returned = make()
-    except (Exception, SystemExit) as error:
-        raise RunError(f"{name} of {path} fails: {type(error).__name__}: {error}") from error
-    if not isinstance(returned, tuple) or len(returned) != 2 or not callable(returned[0]):
-        kind = type(returned).__name__
-        raise UsageError(f"{name} of {path} returned {kind}; return a model and a list of its inputs")
-    model, inputs = returned
-    if not isinstance(inputs, list | tuple):
-        raise UsageError(f"the inputs from {name} of {path} are {type(inputs).__name__}; return a list of tensors")
-    return model, list(inputs)
-
-
-def _figures(graph: Graph, device: str) -> dict[str, Any]:
+def _figures(graph: Graph, device: Device) -> dict[str, Any]:
     plan = arena(graph)
     return {
         "operators": graph.launches,
@@ -162,7 +157,7 @@ def _figures(graph: Graph, device: str) -> dict[str, Any]:
         "moved_bytes": known(graph.moved_bytes, {}),
         "arena_bytes": plan.size,
         "live_bytes": plan.bound,
-        "seconds": graph_seconds(graph, DEVICES[device]),
+        "seconds": graph_seconds(graph, device),
     }
 
 
