@@ -24,6 +24,7 @@ from torch.nn import functional
 from tilemesh.bench.train import rank as bench_rank
 from tilemesh.comm import connect, run_threads
 from tilemesh.core.config import section
+from tilemesh.core.energy import EnergyCounter, EnergyMeter
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
@@ -58,6 +59,7 @@ from tilemesh.train.config import OptimizerConfig, TrainConfig
 from tilemesh.train.graph import StepGraph
 from tilemesh.train.job import fit
 from tilemesh.train.load import load
+from tilemesh.train.loop import Loop
 from tilemesh.train.memory import SavedBytes, storage_bytes
 from tilemesh.train.optimizer import Optimizer
 from tilemesh.train.pace import AHEAD, Pace
@@ -328,6 +330,27 @@ class TestFiles:
         assert (step.measured, token.measured) == (Sample.of([60.0]), Sample.of([2.0]))
         none = rows(found | {"joules_per_step": None, "energy_source": "not measured: no counter"}, {})[-1]
         assert none.missing["measured"] == "not measured: no counter"
+
+    def test_steps_are_charged_what_they_draw_and_evaluations_nothing(
+        self, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        drawn, step, evaluate = [0.0], Loop.step, Stepper.evaluate
+
+        def drawing(joules: float, call: Callable[..., Any]) -> Callable[..., Any]:
+            def called(*args: Any) -> Any:
+                drawn[0] += joules
+                return call(*args)
+
+            return called
+
+        counter = EnergyCounter("planted", 1, lambda: drawn[0])
+        monkeypatch.setattr("tilemesh.train.loop.energy_meter", lambda device: EnergyMeter(counter))
+        monkeypatch.setattr(Loop, "step", drawing(3.0, step))
+        monkeypatch.setattr(Stepper, "evaluate", drawing(1000.0, evaluate))
+        config = made(text, "dp=1", "train.steps=14,evaluate.every=3,checkpoint.every=5")
+        result = fit(config, run=tmp_path / "run")
+        (energy,) = (row for row in result.rows if row.name == "energy per step")
+        assert energy.measured == Sample.of([3.0])
 
     def test_a_device_that_ranks_share_is_counted_once(self) -> None:
         joules, devices = [3.0, 5.0, 4.0], [1.0, 2.0, 1.0]

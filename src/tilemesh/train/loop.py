@@ -104,8 +104,10 @@ class Timing:
     exchange: list[float] = field(default_factory=list)
     data: list[float] = field(default_factory=list)
     idle: list[float] = field(default_factory=list)
-    joules: list[float] = field(default_factory=list)
-    """Of this rank's device in these steps, where it counts them (`core/energy.py`)."""
+    joules: float = 0.0
+    """Of this rank's device, where it counts them (`core/energy.py`), in so many steps. A reading takes milliseconds, so
+    there is none but where an evaluation or a checkpoint begins and ends."""
+    joule_steps: int = 0
     checkpoint_steps: list[float] = field(default_factory=list)
     """Of steps during which a checkpoint was taken or being written, the taking included."""
     first_step_at: float | None = None
@@ -185,6 +187,7 @@ class Loop:
         self._began = 0  # the step this attempt goes on from
         self._moved = 1  # steps that the last one brought this rank on: more where others went on without it
         self._read_at = time.perf_counter()
+        self._undrawn = 0  # steps whose energy is not read yet
         self._recent: list[tuple[float, float]] = []  # seconds and tokens of the last steps
 
     @property
@@ -284,7 +287,7 @@ class Loop:
         """What comes between two steps: the loss is read, perhaps the held-out text looked at, a checkpoint taken."""
         values = self.read()
         seconds = (time.perf_counter() - self._read_at) / len(values)
-        joules = self.energy.take()
+        self._draw(len(values), is_end=due or looks)
         after = self.recorder.parts_s()
         self.progress.held_out = self.stepper.evaluate() if looks else None
         model = self.config.model
@@ -296,10 +299,19 @@ class Loop:
             seconds += (time.perf_counter() - taking) / len(values)
         parts = [(now - then) / len(values) for now, then in zip(after, before, strict=True)]
         self._note(values, seconds, parts, is_ordinary and not due)
-        if joules is not None and len(self.timing.joules) < len(self.timing.steps):
-            self.timing.joules.append(joules / len(values))
-        self.energy.take()  # what an evaluation or a checkpoint drew is of no step
+        if due or looks:
+            self.energy.take()  # what these drew is of no step
         self._read_at = time.perf_counter()
+
+    def _draw(self, steps: int, is_end: bool) -> None:
+        """Count what these steps drew, from the end of the warm-up on, when a stretch of steps ends."""
+        if self.steps_done <= WARM_UP_STEPS:
+            self.energy.take()
+            return
+        self._undrawn += steps
+        if is_end:
+            self.timing.joules += self.energy.take() or 0.0
+            self.timing.joule_steps, self._undrawn = self.timing.joule_steps + self._undrawn, 0
 
     def _judge(self) -> bool:
         """What follows from a held-out loss, which all ranks know alike; whether a checkpoint is to be written now."""

@@ -133,10 +133,10 @@ def _bits_per_byte(loop: Loop) -> float | None:
 
 def _energy(loop: Loop) -> tuple[float, float]:
     """Joules of this rank's device per ordinary step, and which device that is."""
-    joules, counter = loop.timing.joules, loop.energy.counter
-    if not joules or counter is None:
+    timing, counter = loop.timing, loop.energy.counter
+    if not timing.joule_steps or counter is None:
         return math.nan, math.nan
-    return sum(joules) / len(joules), float(counter.device)
+    return timing.joules / timing.joule_steps, float(counter.device)
 
 
 def _joules_per_step(ranks: np.ndarray) -> float | None:
