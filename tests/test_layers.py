@@ -94,8 +94,8 @@ MOST_LINES = {
     "align": 3_607,
     "report": 6_250,
     "bench": 9_294,
-    "cli": 5_894,
-    "guide": 16_497,
+    "cli": 5_910,
+    "guide": 16_611,
 }
 SOURCE_SUFFIXES = (".py", ".c", ".h", ".cu", ".cuh", ".js", ".css")
 THIRD_PARTY_FREE = ("core", "comm.schedules", "model.work", "plan")

@@ -105,8 +105,8 @@ class Timing:
     data: list[float] = field(default_factory=list)
     idle: list[float] = field(default_factory=list)
     joules: float = 0.0
-    """Of this rank's device, where it counts them (`core/energy.py`), in so many steps. A reading takes milliseconds, so
-    there is none but where an evaluation or a checkpoint begins and ends."""
+    """Of this rank's device, where it counts them (`core/energy.py`), in so many steps. A reading takes milliseconds,
+    so there is none but where an evaluation or a checkpoint begins and ends."""
     joule_steps: int = 0
     checkpoint_steps: list[float] = field(default_factory=list)
     """Of steps during which a checkpoint was taken or being written, the taking included."""

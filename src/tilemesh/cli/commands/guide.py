@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 
@@ -11,6 +12,7 @@ from tilemesh.cli.output import Output
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.options import ROWS, OutFile, argument, changed_flags, option, refuse
 from tilemesh.guide.book import PARTS, GuidePart, part_of
+from tilemesh.guide.grade import as_csv, as_lines, grade_folder
 from tilemesh.guide.lesson import Lesson, reader, typical_factor
 from tilemesh.guide.progress import ReaderProgress
 from tilemesh.guide.runner import notebook as notebook_of
@@ -23,6 +25,8 @@ class GuideOptions:
     progress: bool = option(False, "Show what you have done so far.")
     exercise: str | None = option(None, "Only this exercise of the chapter.", "NAME")
     answer: str | None = option(None, "Check this answer to the exercise: as typed, or a Python file.", "TEXT")
+    grade: str | None = option(None, "Grade a class, a folder per student: all chapters, or one.", "FOLDER")
+    csv: OutFile | None = option(None, "Of --grade: every grade with its reason.", "FILE")
     notebook: OutFile | None = option(None, "Write the chapter as a Jupyter notebook instead.", "FILE")
     pause: bool = option(True, "On a terminal, wait for Enter before each section.")
     json: OutFile | None = option(None, ROWS, "FILE")
@@ -34,6 +38,18 @@ def guide(options: GuideOptions) -> Output | int:
     if options.progress:
         _show_progress(console)
         return 0
+    if options.grade is not None:
+        refuse(
+            options,
+            "{} is of one reader, and --grade of a class: leave one out",
+            "exercise",
+            "answer",
+            "notebook",
+            "json",
+        )
+        grades = grade_folder(Path(options.grade), options.chapter)
+        return Output([as_lines(grades)], files={"csv": lambda: as_csv(grades)})
+    refuse(options, "{} belongs to --grade FOLDER: name the folder of a class", "csv")
     if options.chapter is None:
         for flag in changed_flags(options, "exercise", "answer", "notebook", "json"):
             value = getattr(options, flag[2:])
