@@ -13,7 +13,7 @@ from tilemesh.cli.main import main
 from tilemesh.core.errors import UsageError
 from tilemesh.guide import apart
 from tilemesh.guide.book import part_of
-from tilemesh.guide.grade import Grade, as_csv, grade_folder
+from tilemesh.guide.grade import AnswerGrade, as_csv, grade_folder
 
 RIGHT_GROUPS = """
 def groups_of(rank, dp, tp):
@@ -29,7 +29,7 @@ def hand_in(folder: Path, student: str, answers: dict[str, str], chapter: str = 
         (folder / student / chapter / name).write_text(text)
 
 
-def by_exercise(grades: list[Grade], student: str) -> dict[str, Grade]:
+def by_exercise(grades: list[AnswerGrade], student: str) -> dict[str, AnswerGrade]:
     return {grade.exercise: grade for grade in grades if grade.student == student}
 
 

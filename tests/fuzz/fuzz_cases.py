@@ -120,7 +120,7 @@ BASES: Mapping[str, tuple[Base, ...]] = {
             ("run",),
         ),
     ),
-    "guide": (Base({"--exercise": "world_sum", "--answer": "28"}, ("1",)),),
+    "guide": (Base({"--exercise": "world_sum", "--answer": "28"}, ("1",)), Base({"--grade": "class"})),
     "bench methods": (Base({"--steps": "8", "--blocks": "1", "--html": "page.html"}),),
     "bench compress": (
         Base(

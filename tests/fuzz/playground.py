@@ -51,6 +51,8 @@ def make(folder: Path) -> None:
     from tilemesh.cli.main import main
 
     (folder / "folder").mkdir()
+    (folder / "class" / "ada" / "1").mkdir(parents=True)
+    (folder / "class" / "ada" / "1" / "world_sum.txt").write_text("28")
     (folder / "tiny.toml").write_text(TINY)
     (folder / "model.toml").write_text(MODEL)
     (folder / "text.txt").write_text("".join(f"line {number}: a quick brown fox\n" for number in range(200)))

@@ -23,7 +23,7 @@ _MOST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Grade:
+class AnswerGrade:
     """One answer of one student. `why`: what the chapter says to it; for a right one its explanation is left out."""
 
     student: str
@@ -34,7 +34,7 @@ class Grade:
     why: str
 
 
-def grade_folder(folder: Path, chapter: str | None = None) -> list[Grade]:
+def grade_folder(folder: Path, chapter: str | None = None) -> list[AnswerGrade]:
     """Every student's grade in every exercise of a chapter, or of all chapters that somebody handed something in of."""
     if not folder.is_dir():
         raise UsageError(f"'{folder}' is no folder: give one with a folder per student")
@@ -54,7 +54,7 @@ def grade_folder(folder: Path, chapter: str | None = None) -> list[Grade]:
     return grades
 
 
-def _grades(student: Path, part: GuidePart) -> Iterator[Grade]:
+def _grades(student: Path, part: GuidePart) -> Iterator[AnswerGrade]:
     exercises = {exercise.key: exercise for exercise in part.exercises()}
     folders = [student / name for name in (part.key, part.folder) if (student / name).is_dir()]
     files = {
@@ -62,18 +62,18 @@ def _grades(student: Path, part: GuidePart) -> Iterator[Grade]:
     }
     for key, exercise in exercises.items():
         state, why = (MISSING, "") if key not in files else _judged(exercise, files[key])
-        yield Grade(student.name, part.key, key, int(state == RIGHT), state, why)
+        yield AnswerGrade(student.name, part.key, key, int(state == RIGHT), state, why)
     for key in sorted(files.keys() - exercises):
         error = unknown(f"exercise of chapter {part.key}", key, exercises)
-        yield Grade(student.name, part.key, key, 0, UNREADABLE, str(error))
+        yield AnswerGrade(student.name, part.key, key, 0, UNREADABLE, str(error))
 
 
-def _strays(student: Path) -> Iterator[Grade]:
+def _strays(student: Path) -> Iterator[AnswerGrade]:
     """Folders that are no chapter: a typing error should not cost a chapter without a word."""
     known = [name for part in PARTS for name in (part.key, part.folder)]
     for path in sorted(student.iterdir()):
         if path.is_dir() and path.name not in known and not path.name.startswith((".", "__")):
-            yield Grade(student.name, path.name, "", 0, UNREADABLE, str(unknown("chapter", path.name, known)))
+            yield AnswerGrade(student.name, path.name, "", 0, UNREADABLE, str(unknown("chapter", path.name, known)))
 
 
 def _judged(exercise: Exercise, file: Path) -> tuple[str, str]:
@@ -90,17 +90,17 @@ def _judged(exercise: Exercise, file: Path) -> tuple[str, str]:
     return (RIGHT, "") if why is None else (WRONG, " ".join(why.split()))
 
 
-def as_csv(grades: Sequence[Grade]) -> str:
+def as_csv(grades: Sequence[AnswerGrade]) -> str:
     """One line per grade. A name that a spreadsheet would take for a formula begins with an apostrophe."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow([field.name for field in fields(Grade)])
+    writer.writerow([field.name for field in fields(AnswerGrade)])
     for grade in grades:
         writer.writerow([f"'{cell}" if str(cell).startswith(("=", "+", "-", "@")) else cell for cell in astuple(grade)])
     return out.getvalue()
 
 
-def as_lines(grades: Sequence[Grade]) -> list[str]:
+def as_lines(grades: Sequence[AnswerGrade]) -> list[str]:
     """Points of each student, and who has what wrong."""
     lines = []
     for student in dict.fromkeys(grade.student for grade in grades):
