@@ -99,11 +99,10 @@ def keyed_uniforms(keys_N: NDArray[np.uint64], numbers_N: NDArray[np.int64]) -> 
 def shares(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
     """Each row's distribution at its own temperature above 0, in at least float32."""
     wide = torch.promote_types(logits_NV.dtype, torch.float32)
-    scores_NV = logits_NV.to(wide)
     # The largest is 0 before the division: a tiny temperature gives -inf beside it, never inf - inf.
-    scores_NV = scores_NV - scores_NV.amax(-1, keepdim=True)
+    scores_NV = logits_NV - logits_NV.amax(-1, keepdim=True).to(wide)
     divisor_N = temperature_N.to(scores_NV).clamp(min=torch.finfo(wide).tiny)
-    return torch.softmax(scores_NV / divisor_N[:, None], dim=-1)
+    return torch.softmax(scores_NV.div_(divisor_N[:, None]), dim=-1)
 
 
 def keep_likeliest(shares_V: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> None:

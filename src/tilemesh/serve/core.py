@@ -514,9 +514,8 @@ class EngineCore:
             self._involved.discard(request.name)
             self.on_end(request.name)
         answer.hold(progressed.tokens[:kept], logprobs[:kept])
-        tokens, told = answer.release()
-        version = self.scheduler.version
-        answer.job.tell(AnswerPart(answer.number, text, tokens, told, reason, stopped_by, version=version))
+        part = AnswerPart(answer.number, text, *answer.release(), reason, stopped_by, version=self.scheduler.version)
+        answer.job.tell(part)
 
     def _end(self, answer: LiveAnswer, reason: FinishReason, error: str | None = None, refused: bool = False) -> None:
         if self._live.pop(answer.request.name, None) is not None:

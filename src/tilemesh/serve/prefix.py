@@ -74,7 +74,8 @@ class PrefixCache:
         """Free the pages that nobody uses, all at once, and return them: after a batch of answers tens of thousands."""
         freed = set(self._pool.free_idle())
         if freed:
-            self._entries = {page: entry for page, entry in self._entries.items() if page not in freed}
+            left = self._entries.items() if len(freed) < len(self._entries) else ()
+            self._entries = {page: entry for page, entry in left if page not in freed}
             self._pages = {key: page for page, (_, key) in self._entries.items()}
         return freed
 
