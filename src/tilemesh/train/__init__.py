@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from tilemesh.train.config import TrainConfig
     from tilemesh.train.job import fit
     from tilemesh.train.load import load as load_config
+    from tilemesh.train.placed import PlacedCheckpoints
     from tilemesh.train.preview import Preview, preview
     from tilemesh.train.progress import Shown
     from tilemesh.train.result import RanksFailedError, Result, WeightsLostError
 
 _WHERE = {
+    "PlacedCheckpoints": "placed",
     "Preview": "preview", "RanksFailedError": "result", "Result": "result", "Shown": "progress",
     "TrainConfig": "config", "WeightsLostError": "result", "fit": "job", "load_config": "load:load",
     "preview": "preview",
@@ -26,6 +28,7 @@ _WHERE = {
 
 __getattr__ = names_on_use(__name__, _WHERE)
 __all__ = [
+    "PlacedCheckpoints",
     "Preview",
     "RanksFailedError",
     "Result",
