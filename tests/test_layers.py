@@ -86,7 +86,7 @@ MOST_LINES = {
     "graph": 9_106,
     "model": 9_703,
     "plan": 8_219,
-    "parallel": 9_632,
+    "parallel": 9_648,
     "methods": 1_978,
     "compress": 1_820,
     "train": 7_926,

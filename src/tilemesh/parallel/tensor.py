@@ -20,20 +20,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn import functional
 
 from tilemesh.comm.runtime.communicator import Communicator
+from tilemesh.comm.schedules.collectives import cut
 from tilemesh.core.errors import UsageError
 from tilemesh.core.shard import share
-from tilemesh.core.tensor_placement import Crossing, Mark, P, Pair, R, S, exchange_of
+from tilemesh.core.tensor_placement import Crossing, P, Pair, R, S, exchange_of
 from tilemesh.kernels.cross_entropy.part import part_sums, write_part_gradient
 from tilemesh.model.deferral import product_dtype
 from tilemesh.model.embedding import Embedding
 from tilemesh.model.experts import RoutedOutput
 from tilemesh.model.kernels import TORCH
 from tilemesh.model.loss import IGNORED, check_targets
-from tilemesh.parallel.collective import TracedGroup
 from tilemesh.parallel.context import ContextAxis
+from tilemesh.parallel.traced import named, traced
 
 
 def _crossings(sequence: bool) -> Mapping[str, Crossing]:
@@ -88,45 +90,52 @@ class Seams:
     """The ranks that share each sequence before those of tp share its tokens once more."""
 
     def __post_init__(self) -> None:
-        self.group = TracedGroup(self.comm, self.algorithm)
+        self.name = named(self)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.comm.rank, self.comm.size
 
     def through(self, x: Tensor, passage: Passage) -> Tensor:
         """Pass a tensor on as a place says, and its gradient back."""
         crossing = passage.crossing
         (value, back_at_last), (passed, back) = crossing.before, crossing.after
         is_cut = value.kind == "S"
+        dim = next((mark.dim for mark in (value, passed, back_at_last) if isinstance(mark.dim, int)), 0)
+        total = x.shape[dim]
         if is_cut:
             total = self.tokens if passage.total is None else passage.total
-        else:
-            dim = next((mark.dim for mark in (passed, back_at_last) if mark.kind == "S"), None)
-            total = x.shape[dim] if isinstance(dim, int) else 0
         # A region begins with products, which autocast computes in this dtype: rounding before or after is the same.
         narrow = product_dtype(x) if passage.name == "enter" and is_cut else x.dtype
+        one_way, other_way = exchange_of(value, passed), exchange_of(back, back_at_last)
+        if is_compiling():
+            return traced(x, self.name, one_way, other_way, dim, total, narrow)
 
         def there(x: Tensor) -> Tensor:
-            return self.move(x.to(narrow), value, passed, total).to(x.dtype)
+            return self.move(x.to(narrow), one_way, dim, total).to(x.dtype)
 
-        return exchanged(x, there, lambda grad: self.move(grad, back, back_at_last, total))
+        return exchanged(x, there, lambda grad: self.move(grad, other_way, dim, total))
 
-    def move(self, x: Tensor, before: Mark, after: Mark, total: int) -> Tensor:
-        """From one mark to another. `total`: the length of the dim that is cut, over all ranks."""
-        dim: Any = (after if after.kind == "S" else before).dim
+    def move(self, x: Tensor, exchange: str, dim: int, total: int) -> Tensor:
+        """As `exchange_of` names it, along a dim of which all ranks have `total` together; or the largest of all."""
         y: Tensor
-        match exchange_of(before, after):
+        match exchange:
             case "all_reduce":
                 y = self.sum(x)
             case "reduce_scatter":
-                y = self.group.reduce_scatter(x, dim)
+                y = self.comm.reduce_scatter(x, axis=dim, algorithm=self.algorithm)
             case "all_gather":
-                y = self.group.all_gather(x, dim, total)
+                y = self.comm.all_gather(x, axis=dim, counts=cut(total, self.comm.size), algorithm=self.algorithm)
             case "slice":
                 y = x.narrow(dim, *share(total, self.comm.size, self.comm.rank)).contiguous()
             case "divide":
                 y = x / self.comm.size
             case "":
                 y = x.view_as(x)
+            case "max":
+                y = self.sum(x, "max")
             case other:
-                raise UsageError(f"{other} of activations, from {before} to {after}: no layer here needs it")
+                raise UsageError(f"{other} of activations: no layer here needs it")
         return y
 
     def join_features(self, y: Tensor, total: int) -> Tensor:
@@ -173,7 +182,10 @@ class Seams:
             self.context.stay_out_of_graphs()
 
     def sum(self, x: Tensor, op: str = "sum") -> Tensor:
-        return self.group.all_reduce(x, op)
+        if is_compiling():  # without a gradient
+            return traced(x.detach(), self.name, "all_reduce" if op == "sum" else op, "", 0, 0, x.dtype)
+        y: Tensor = self.comm.all_reduce(x, op, algorithm=self.algorithm)
+        return y
 
 
 class _TwoWayExchange(torch.autograd.Function):
