@@ -76,7 +76,7 @@ STRICTER = {
 }
 # The most lines that a room may have: raised only in the commit that adds a named capability. `make size` prints them.
 MOST_LINES = {
-    "core": 8_646,
+    "core": 8_651,
     "measure": 3_040,
     "launch": 2_140,
     "runs": 2_173,
@@ -85,7 +85,7 @@ MOST_LINES = {
     "comm": 11_343,
     "graph": 9_106,
     "model": 9_703,
-    "plan": 8_219,
+    "plan": 8_423,
     "parallel": 9_648,
     "methods": 1_978,
     "compress": 1_820,
@@ -94,7 +94,7 @@ MOST_LINES = {
     "align": 3_607,
     "report": 6_250,
     "bench": 9_294,
-    "cli": 5_910,
+    "cli": 6_043,
     "guide": 16_611,
 }
 SOURCE_SUFFIXES = (".py", ".c", ".h", ".cu", ".cuh", ".js", ".css")

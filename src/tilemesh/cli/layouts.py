@@ -9,21 +9,15 @@ from rich.table import Table
 
 from tilemesh.cli.output import Block, table_of
 from tilemesh.core.units import format_bytes, format_count, format_seconds, parse_count
-from tilemesh.model.work.task import Code
 from tilemesh.model.work.weights import count_parameters
 from tilemesh.plan.choose import DEFAULT_BATCH_TOKENS, SearchResult
 from tilemesh.plan.explain import ExplainedPart
 from tilemesh.plan.prediction import Prediction, trainable
+from tilemesh.plan.software import Software
 from tilemesh.plan.why import runner_up, why
 
-_CODES: Mapping[Code, str] = {
-    "fused": "hand-fused code, as Megatron's (--code fused)",
-    "compiled": "our model under torch.compile (--code compiled)",
-    "eager": "our model, operation by operation (--code eager)",
-}
 
-
-def headline(name: str, batch: int | None, batch_tokens: str | None, result: SearchResult) -> str:
+def headline(name: str, batch: int | None, batch_tokens: str | None, result: SearchResult, software: Software) -> str:
     total = result.batch * result.context
     wish = ""
     if batch is None:
@@ -36,8 +30,7 @@ def headline(name: str, batch: int | None, batch_tokens: str | None, result: Sea
     )
     pinned = f", fixed: {result.pins.describe()}" if result.pins.describe() else ""
     plural = "" if result.considered == 1 else "s"
-    code = result.estimator().clock.code(result.best.plan)
-    looked = f"{result.considered:,} layout{plural} looked at, {result.fitting:,} fit; figures of {_CODES[code]}"
+    looked = f"{result.considered:,} layout{plural} looked at, {result.fitting:,} fit; figures of {software.words}"
     return f"{words}{pinned}\n{looked}"
 
 

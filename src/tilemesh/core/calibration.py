@@ -32,6 +32,7 @@ _BY_KEY = (
     "projection_flops_per_s",
     "host_s",
     "host_link_bytes_per_s",
+    "times_as_long",
 )  # rates that are a number for each key
 
 _AGAIN = "remove it and calibrate this machine again"
@@ -74,6 +75,10 @@ class Rates:
     host_link_bytes_per_s: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Between a GPU and page-locked memory of its host: "in" to the GPU, "out" to the host, and in either
     direction while "both" are busy."""
+
+    times_as_long: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """What software makes of these figures, by kind of operation ("products", "attention", "passes"), where it differs;
+    of a profile (`plan/software.py`), not of a machine."""
 
     def __post_init__(self) -> None:
         for name, value in _leaves(self):

@@ -21,10 +21,11 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step.memory import StepBytes
 from tilemesh.core.step.program import chunk_layers, settled
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.work.task import Code
+from tilemesh.model.work.task import Code, default_code
 from tilemesh.model.work.weights import count_parameters, shard_parameters
 from tilemesh.plan.memory import Room, rank_state_bytes
 from tilemesh.plan.prediction import Prediction
+from tilemesh.plan.software import SOFTWARE
 from tilemesh.plan.step import predict
 from tilemesh.runs.folder import read_summary
 from tilemesh.runs.kind import TRAINED
@@ -88,6 +89,8 @@ class Graded:
     advice: tuple[str, ...]
     before: bool
     """The prediction was made before the run and kept in its summary."""
+    software: str = ""
+    """What a prediction that was made now stands on."""
 
     def find(self, name: str) -> Grade:
         return next(grade for grade in self.grades if grade.name == name)
@@ -130,7 +133,8 @@ def code_of(run: RunSummary, cluster: Cluster) -> Code | None:
 def grade(run: RunSummary, cluster: Cluster, rates: Rates | None = None) -> Graded:
     """Every figure of a run beside its prediction."""
     plan = settled(run.plan, run.model.layers)
-    now = predict(run.model, cluster, plan, run.context, rates=rates, code=code_of(run, cluster))
+    code = code_of(run, cluster) or default_code(cluster.device, plan.precision)
+    now = predict(run.model, cluster, plan, run.context, rates=rates, code=code)
     told = run.data.get("predicted")
     before = isinstance(told, Mapping) and isinstance(told.get("step_time_s"), (int, float))
     step_s = float(told["step_time_s"]) if before and isinstance(told, Mapping) else now.step_time_s
@@ -148,7 +152,9 @@ def grade(run: RunSummary, cluster: Cluster, rates: Rates | None = None) -> Grad
     grades = [g if g.measured is not None else _unrecorded(g) for g in grades]
     # Worst against its own bound first; what was not recorded last.
     grades.sort(key=lambda g: (g.error is None, -_excess(g), g.name))
-    return Graded(run.source, run.plan, run.cluster, tuple(grades), tuple(_advice(run, now, grades)), before)
+    return Graded(
+        run.source, run.plan, run.cluster, tuple(grades), tuple(_advice(run, now, grades)), before, SOFTWARE[code].words
+    )
 
 
 def grade_feedback(run: RunSummary) -> Graded:

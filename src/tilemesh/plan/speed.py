@@ -66,6 +66,8 @@ class Speed:
     """The caller waits for each operation (a CPU), so its launch adds to the work instead of hiding behind it."""
     pads: bool
     """Rows of unaligned length are padded before they reach a matmul."""
+    times_as_long: Mapping[str, float]
+    """As in `Rates`."""
 
     def matmul_s(self, op: Product) -> float:
         fraction, splits = shape_fraction(op.batch, op.m, op.n, op.k, self.processors, self.tiles)
@@ -84,17 +86,19 @@ class Speed:
 
     def op_s(self, op: Operation) -> float:
         if isinstance(op, Product):
-            return self.matmul_s(op)
+            return self.matmul_s(op) * self.times_as_long.get("products", 1.0)
         if isinstance(op, MemoryPass):
+            longer = self.times_as_long.get("passes", 1.0)
             rate = self.kinds_bytes_per_s.get(op.kind, self.elementwise_bytes_per_s)
             moving = op.nbytes / (rate * constants.PASS_FRACTION[self.waits][op.kind])
-            return self._with_launches(moving + op.exponentials / self.exponentials_per_s, op.launches)
+            return longer * self._with_launches(moving + op.exponentials / self.exponentials_per_s, op.launches)
         cost = op.cost
         rate = self.attention.rate(op.backward, op.head_width, op.keys)
         if isinstance(op, FusedAttention) and op.is_block:
             rate *= constants.BLOCK_GAIN / (1 + constants.BLOCK_FILL / op.queries)
         compute = cost.flops / rate
-        return self._with_launches(max(compute, cost.bytes_moved / self.stream_bytes_per_s), 1)
+        longer = self.times_as_long.get("attention", 1.0)
+        return longer * self._with_launches(max(compute, cost.bytes_moved / self.stream_bytes_per_s), 1)
 
     def _with_launches(self, busy_s: float, launches: int) -> float:
         return busy_s + launches * self.launch_s if self.waits else max(busy_s, launches * self.launch_s)
@@ -130,6 +134,7 @@ def speed_of(device: Device, dtype: str, rates: Rates | None = None, code: Code 
         tiles=constants.HOPPER_TILES if device.capability >= (9, 0) and code != "fused" else constants.TILES,
         waits=cpu,
         pads=code != "eager",
+        times_as_long=measured.times_as_long,
     )
 
 

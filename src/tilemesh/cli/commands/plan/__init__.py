@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_OLD = {"--draw": "draw", "--serve": "serve", "--grade": "grade"}
+_OLD = {"--draw": "draw", "--serve": "serve", "--grade": "grade", "--fit": "fit"}
 """Options that once chose what `plan` does, and the commands that do it now."""
 
 

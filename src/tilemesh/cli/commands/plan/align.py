@@ -25,7 +25,7 @@ class AlignPlanOptions(ModelOnCluster):
     align: tuple[str, ...] = option((), "prompts=64,answers=16,tokens=1024,algorithm=ppo,...", "A=B,...")
     placement: Literal["colocated", "split", "one-step-off", "asynchronous"] | None = option(None, "Only these.")
     fix: tuple[str, ...] = option((), "Pin training layouts: tp=8,pp=1,zero=3,...", "A=B,...")
-    code: Literal["fused", "compiled", "eager"] | None = option(None, "What trains, as for `plan train`.", "NAME")
+    code: str | None = option(None, "What trains, as for `plan train`.", "NAME")
     runnable: bool = option(False, "Only what `tilemesh align` runs.")
     svg: OutFile | None = option(None, "Draw a step of the best.", "FILE")
     json: OutFile | None = option(None, "Every figure by name; - for stdout.", "FILE")
@@ -36,6 +36,7 @@ def align(options: AlignPlanOptions) -> Output:
     from tilemesh.core.placement import KINDS
     from tilemesh.plan.align import AlignEstimator
     from tilemesh.plan.placements import search_placements
+    from tilemesh.plan.software import read_software
     from tilemesh.plan.space import Pins
     from tilemesh.report.placement import draw_step
 
@@ -45,7 +46,11 @@ def align(options: AlignPlanOptions) -> Output:
         )
     model, work = load_model(options.model, options.sets), _work(options.align)
     cluster, rates = named_cluster(options.cluster, options.gpu)
-    estimator = AlignEstimator(model, cluster, work, rates, options.code, options.headroom_share)
+    profile = None if options.code is None else read_software(options.code)
+    if profile is not None:
+        cluster, rates = profile.on(cluster, rates)
+    code = None if profile is None else profile.code
+    estimator = AlignEstimator(model, cluster, work, rates, code, options.headroom_share)
     kinds = tuple(KINDS) if options.placement is None else (options.placement,)
     more: dict[str, Any] = {"runs": lambda it: not why_not_run(it), "accepts": can_align} if options.runnable else {}
     ranked = search_placements(estimator, kinds, Pins.parse(options.fix), **more)

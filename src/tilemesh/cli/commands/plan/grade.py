@@ -63,7 +63,7 @@ def grades(graded: Sequence[Graded]) -> Output:
 
     text: list[Block] = []
     for run in graded:
-        predicted = "before the run" if run.before else "now, from the run's model and layout"
+        predicted = "before the run" if run.before else f"now, from the run's model and layout; {run.software}"
         advice = run.advice or ["every figure that was recorded is within its bound"]
         text += [
             f"{run.source}: {run.plan.describe()}, on {run.cluster}",
@@ -133,4 +133,5 @@ def _plain(run: Graded) -> dict[str, Any]:
     judged = ("error", "bound", "holds")
     figures = [asdict(figure) | {name: getattr(figure, name) for name in judged} for figure in run.grades]
     case = {"run": run.source, "plan": run.plan.to_dict(), "cluster": run.cluster, "predicted_before": run.before}
+    case |= {"software": run.software} if run.software else {}
     return {"name": "grade", **case, "figures": figures, "advice": list(run.advice)}

@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tilemesh
 from tilemesh.cli.models import MODEL_WORDS, load_model
@@ -22,12 +22,15 @@ if TYPE_CHECKING:
     from tilemesh.core.hardware import Cluster
     from tilemesh.core.plan import ParallelPlan
     from tilemesh.model.config import ModelConfig
+    from tilemesh.model.work.task import Code
     from tilemesh.plan.choose import Accepts, SearchResult
     from tilemesh.plan.prediction import Refused
+    from tilemesh.plan.software import Software
 
 FOR_FOLDER = "Where --for writes its configuration and what starts it; if not given it prints them."
 REFERENCE_DEVICE = "h100"  # for the roofline when no cluster is named
 _CLUSTER = "64xh100; 4x8xa100: 4 nodes of 8; 32xh100+32xa100; local, 4xlocal: this machine, measured."
+CODE_WORDS = "What runs it: fused (Megatron's), compiled, eager (torch), a profile's name, or its file of `plan fit`."
 Money = Annotated[float, Range(0, 1e12, above=True, below=True)]
 
 
@@ -54,9 +57,7 @@ class TrainPlanOptions(ModelOnCluster):
     batch: int | None = option(None, "Sequences in a step, exactly.", "N")
     context: int | None = option(None, "Tokens in a sequence; the model's, if not given.", "N")
     fix: tuple[str, ...] = option((), "Pin: tp=8,pp=4,recompute=none,...", "A=B,...")
-    code: Literal["fused", "compiled", "eager"] | None = option(
-        None, "What runs it: fused (Megatron's), compiled or eager (torch).", "NAME"
-    )
+    code: str | None = option(None, CODE_WORDS, "NAME")
     imbalance: Annotated[float, Range(1, 1e6)] | None = option(
         None, "Tokens of the busiest rank that shares out experts over the mean; of random picks if not given.", "N"
     )
@@ -99,13 +100,13 @@ def train(options: TrainPlanOptions) -> Output:
         raise UsageError("--budget says what may be spent: give what a GPU costs per hour too, such as --price 2.5")
     if options.out is not None and options.engine is None:
         raise UsageError("--out is where --for writes: say for which engine, such as --for torchtitan")
-    result = _search(options, model, options.cluster)
+    result, software = _search(options, model, options.cluster)
     money = _money(options, result)
     best, reasons = (
         result.best.plan,
         [*reasons_for(result), *_kinds_apart(options, result), *money_words(money, result)],
     )
-    text: list[Block] = [headline(name, options.batch, options.batch_tokens, result), *layout_items(result)]
+    text: list[Block] = [headline(name, options.batch, options.batch_tokens, result, software), *layout_items(result)]
     if options.explain:
         arithmetic = [parameter_section(model), states_section(model, best.precision)]
         text += section_items([*arithmetic, zero_section(model, best.precision, best.dp), *plan_sections(result)])
@@ -116,20 +117,25 @@ def train(options: TrainPlanOptions) -> Output:
     if options.save is not None:
         text += _cannot_train(result)
     files = {"save": lambda: _plan_file(result), "html": lambda: render(result, name, reasons)}
-    objects = [result.figures(place) | origin() for place in range(len(result.predictions))]
+    of_all = {"software": software.words, **origin()}
+    objects = [result.figures(place) | of_all for place in range(len(result.predictions))]
     return Output(text, [objects[0] | ({"money": money} if money else {}), *objects[1:]], files)
 
 
-def _search(options: TrainPlanOptions, model: ModelConfig, cluster: str) -> SearchResult:
+def _search(options: TrainPlanOptions, model: ModelConfig, cluster: str) -> tuple[SearchResult, Software]:
     from tilemesh.cli.engines import best_for
     from tilemesh.plan.choose import NothingFitsError, plan_figures, search
     from tilemesh.plan.engines.tables import ENGINES
+    from tilemesh.plan.software import SOFTWARE, read_software
     from tilemesh.plan.space import Pins
 
     pins = Pins.parse(options.fix)
     machines, rates = named_cluster(cluster, options.gpu)
     engine = None if options.engine is None else ENGINES[options.engine]
-    code = options.code if engine is None else options.code or engine.code
+    profile = None if options.code is None else read_software(options.code)
+    code: Code | None = None if engine is None else engine.code
+    if profile is not None:
+        code, (machines, rates) = profile.code, profile.on(machines, rates)
 
     def found(pins: Pins, accepts: Accepts | None) -> SearchResult:
         return search(
@@ -148,7 +154,8 @@ def _search(options: TrainPlanOptions, model: ModelConfig, cluster: str) -> Sear
         )
 
     try:
-        return found(pins, None) if engine is None else best_for(engine, options, model, machines, pins, found)
+        result = found(pins, None) if engine is None else best_for(engine, options, model, machines, pins, found)
+        return result, profile or SOFTWARE[result.estimator().clock.code(result.best.plan)]
     except NothingFitsError as error:
         show(Output(json=[plan_figures(model, machines.name, pins, 0, error.smallest) | origin()]), options)
         raise RunError(f"{options.model} {error}") from None
