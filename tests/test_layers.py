@@ -76,7 +76,7 @@ STRICTER = {
 }
 # The most lines that a room may have: raised only in the commit that adds a named capability. `make size` prints them.
 MOST_LINES = {
-    "core": 8_651,
+    "core": 8_670,
     "measure": 3_040,
     "launch": 2_140,
     "runs": 2_173,
@@ -89,7 +89,7 @@ MOST_LINES = {
     "parallel": 9_648,
     "methods": 1_978,
     "compress": 1_820,
-    "train": 7_926,
+    "train": 7_931,
     "serve": 9_402,
     "align": 3_607,
     "report": 6_250,

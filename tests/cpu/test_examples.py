@@ -43,3 +43,31 @@ def test_asynchronous_pipelines_read_97_percent_of_the_digits() -> None:
     shares = module["main"](lambda function: run_threads(4, function))
     for name in ("ampnet", "pipemare", "pipedream"):
         assert shares[name] >= 0.97, (name, shares)
+
+
+def test_features_by_tasks_and_by_rows_are_the_same() -> None:
+    module = example("task_parallel")
+    for found in run_threads(2, module["main"]):
+        assert found["apart"] == 0
+        assert found["tasks, predicted"] >= found["rows, predicted"]
+    assert module["assigned"]([1.0, 5.0, 2.0, 3.0], 2) == [[1, 0], [3, 2]]
+    assert sorted(task for own in module["assigned"]([4.0, 1.0, 1.0, 1.0], 2) for task in own) == [0, 1, 2, 3]
+    assert module["assigned"]([4.0, 1.0, 1.0, 1.0], 2)[0] == [0]  # the dearest alone: the others are less together
+
+
+@pytest.mark.slow
+def test_networks_k_means_and_regression_are_those_of_one_process() -> None:
+    module = example("data_parallel")
+    for report in run_threads(2, module["main"]):
+        assert report.keys() == {"CNN", "RNN", "K-means", "logistic regression"}
+        for name, (far, _) in report.items():
+            assert far < 1e-9, name  # float64 sums in another order, over 120 steps
+
+
+def test_two_steps_of_a_recurrent_network_are_those_of_one_process() -> None:
+    module = example("data_parallel")
+    train, lines = module["train"], module["Lines"]
+    train.__globals__["STEPS"] = 2
+    alone = run_threads(1, lambda comm: train(comm, lines))[0][0]
+    together = run_threads(2, lambda comm: train(comm, lines))[1][0]
+    assert module["difference"](together, alone) < 1e-12

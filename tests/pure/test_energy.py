@@ -17,7 +17,9 @@ def domain(folder: Path, name: str, kind: str, microjoules: int, most: int = 100
         (folder / name / file).write_text(f"{value}\n")
 
 
-def test_packages_and_their_memory_add_up_and_a_counter_that_begins_again_goes_on(tmp_path: Path) -> None:
+def test_packages_and_their_memory_add_up_and_a_counter_that_begins_again_goes_on(
+    tmp_path: Path, clock: list[float]
+) -> None:
     domain(tmp_path, "intel-rapl:0", "package-0", 100)
     domain(tmp_path, "intel-rapl:0:0", "core", 70)  # is in its package's
     domain(tmp_path, "intel-rapl:0:1", "dram", 10)
@@ -25,12 +27,15 @@ def test_packages_and_their_memory_add_up_and_a_counter_that_begins_again_goes_o
     counter = cpu_counter(tmp_path)
     assert isinstance(counter, EnergyCounter)
     meter = EnergyMeter(counter)
+    clock[0] += 1
     assert (meter.source, meter.take()) == ("RAPL", 0)
+    clock[0] += 1
     domain(tmp_path, "intel-rapl:0", "package-0", 150)
     domain(tmp_path, "intel-rapl:0:0", "core", 500)
     domain(tmp_path, "intel-rapl:0:1", "dram", 15)
     domain(tmp_path, "intel-rapl:1", "package-1", 30)  # 990 → 1000 → 30
     assert meter.take() == pytest.approx((50 + 5 + 40) / 1e6, rel=1e-9)
+    clock[0] += 1
     assert meter.take() == 0
 
 
@@ -62,11 +67,25 @@ class Nvml:
         return 0
 
 
-def test_a_gpu_counts_in_millijoules() -> None:
-    counter = gpu_counter("abc", Nvml([1, 1000, 1000 + 2**40]))
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds, which a test moves on."""
+    now = [0.0]
+    monkeypatch.setattr("tilemesh.core.energy.time.monotonic", lambda: now[0])
+    return now
+
+
+def test_a_gpu_counts_in_millijoules_and_over_more_than_a_moment(clock: list[float]) -> None:
+    counter = gpu_counter("abc", Nvml([1, 1000, 1000 + 2**40, 1000 + 2**40, 5000 + 2**40]))
     assert isinstance(counter, EnergyCounter)
     meter = EnergyMeter(counter)
+    clock[0] += 3
     assert (meter.source, meter.take()) == ("NVML", 2**40 / 1e3)
+    clock[0] += 0.1
+    assert meter.take() is None
+    assert meter.why_none == "not measured: nothing took 2 s, which NVML's counter needs"
+    clock[0] += 2
+    assert meter.take() == 4
     assert gpu_counter("GPU-abc", Nvml([1])).device == counter.device  # type: ignore[union-attr]
     assert "knows no device GPU-x" in str(gpu_counter("x", Nvml([1])))
     assert "counts no energy" in str(gpu_counter("abc", Nvml([], counts=False)))

@@ -1,14 +1,15 @@
 """Joules: what a GPU's board (NVML) or a CPU's package and memory (RAPL) have drawn, and a model where neither says it.
 
 Both are counters of a whole device that only grow: the difference of two readings is what everybody who used the device
-meanwhile drew together. NVML's is refreshed a few times per second, so a short step has no reading of its own; sums and
-means over many steps are right. The model (`modelled_watts`) is a straight line from idle to the board's limit.
+meanwhile drew together. They are refreshed at moments of their own, so a stretch of time that is not much longer than
+that has no figure. The model (`modelled_watts`) is a straight line from idle to the board's limit.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ class EnergyCounter:
     source: str
     device: int
     read: Callable[[], float]
+    least_s: float = 0.0
+    """Shorter stretches have no figure: many times as long as the counter stands still."""
 
 
 class EnergyMeter:
@@ -35,12 +38,22 @@ class EnergyMeter:
     def __init__(self, counter: EnergyCounter | str) -> None:
         self.counter = None if isinstance(counter, str) else counter
         self.source = counter if isinstance(counter, str) else counter.source
-        self._last = self._read()
+        self._last, self._last_s = self._read(), time.monotonic()
 
     def take(self) -> float | None:
-        """Since the last call."""
-        before, self._last = self._last, self._read()
-        return None if before is None or self._last is None else self._last - before
+        """Since the last call; None where nobody counts, or where that was too short a time ago."""
+        before, before_s = self._last, self._last_s
+        self._last, self._last_s = self._read(), time.monotonic()
+        if before is None or self._last is None or self.counter is None:
+            return None
+        return None if self._last_s - before_s < self.counter.least_s else self._last - before
+
+    @property
+    def why_none(self) -> str:
+        """Why `take` returned None every time."""
+        if self.counter is None:
+            return self.source
+        return f"not measured: nothing took {self.counter.least_s:g} s, which {self.source}'s counter needs"
 
     def _read(self) -> float | None:
         return None if self.counter is None else self.counter.read()
@@ -67,7 +80,7 @@ def gpu_counter(uuid: str, library: Any | None = None) -> EnergyCounter | str:
 
     if library.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(millijoules)) != 0:
         return "not measured: this GPU counts no energy (NVML; from Volta on)"
-    return EnergyCounter("NVML", _number(name), read)
+    return EnergyCounter("NVML", _number(name), read, least_s=2.0)  # it stands still for up to 0.1 s
 
 
 def cpu_counter(folder: Path = RAPL) -> EnergyCounter | str:
@@ -93,7 +106,7 @@ def cpu_counter(folder: Path = RAPL) -> EnergyCounter | str:
         last = now
         return total / 1e6
 
-    return EnergyCounter("RAPL", _number(gethostname()), read)
+    return EnergyCounter("RAPL", _number(gethostname()), read, least_s=0.05)  # for about a millisecond
 
 
 @functools.cache

@@ -310,8 +310,12 @@ class Loop:
             return
         self._undrawn += steps
         if is_end:
-            self.timing.joules += self.energy.take() or 0.0
-            self.timing.joule_steps, self._undrawn = self.timing.joule_steps + self._undrawn, 0
+            if (joules := self.energy.take()) is not None:
+                self.timing.joules, self.timing.joule_steps = (
+                    self.timing.joules + joules,
+                    self.timing.joule_steps + self._undrawn,
+                )
+            self._undrawn = 0
 
     def _judge(self) -> bool:
         """What follows from a held-out loss, which all ranks know alike; whether a checkpoint is to be written now."""

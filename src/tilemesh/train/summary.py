@@ -115,7 +115,7 @@ def gather(loop: Loop, baseline: int, began: float, *, limit_s: float | None = N
         "memory_bytes": _by_kind(everyone[:, 0] - everyone[:, 1], everyone[:, 8:]),
         "memory_how": HOW,
         "joules_per_step": _joules_per_step(everyone[:, 6:8]),
-        "energy_source": loop.energy.source,
+        "energy_source": loop.energy.source if timing.joule_steps else loop.energy.why_none,
         "improve": "too few steps were timed to say"
         if taken is None
         else improvement(

@@ -195,7 +195,7 @@ class ServeBench:
             self._limit_rate(history if self.watched else expected), Sample.of(ours),
             {name: Sample.of(rates) for name, rates in theirs.items() if rates}, missing,
         )  # fmt: skip
-        self._energy_row({"requests": len(load)}, None if guess is None else guess.tokens_per_s, joules, meter.source)
+        self._energy_row({"requests": len(load)}, None if guess is None else guess.tokens_per_s, joules, meter.why_none)
 
     def _energy_row(
         self, case: Mapping[str, CaseValue], tokens_per_s: float | None, joules: Sequence[float], source: str
