@@ -17,9 +17,7 @@ def domain(folder: Path, name: str, kind: str, microjoules: int, most: int = 100
         (folder / name / file).write_text(f"{value}\n")
 
 
-def test_packages_and_their_memory_add_up_and_a_counter_that_begins_again_goes_on(
-    tmp_path: Path, clock: list[float]
-) -> None:
+def test_packages_and_memory_add_up_and_a_counter_that_begins_again_goes_on(tmp_path: Path, clock: list[float]) -> None:
     domain(tmp_path, "intel-rapl:0", "package-0", 100)
     domain(tmp_path, "intel-rapl:0:0", "core", 70)  # is in its package's
     domain(tmp_path, "intel-rapl:0:1", "dram", 10)
@@ -84,7 +82,7 @@ def test_a_gpu_counts_in_millijoules_and_over_more_than_a_moment(clock: list[flo
     clock[0] += 0.1
     assert meter.take() is None
     assert meter.why_none == "not measured: nothing took 2 s, which NVML's counter needs"
-    clock[0] += 2
+    clock[0] += 2.5
     assert meter.take() == 4
     assert gpu_counter("GPU-abc", Nvml([1])).device == counter.device  # type: ignore[union-attr]
     assert "knows no device GPU-x" in str(gpu_counter("x", Nvml([1])))
