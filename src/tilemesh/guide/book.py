@@ -76,6 +76,9 @@ _ALL = (
     GuidePart("13", "four_models", "Four models", "actor, critic, reward, reference: memory, work, the length trap"),
     GuidePart("14", "places", "Where they live", "colocated, split, one step off: timelines, staleness, new weights"),
     GuidePart(
+        "15", "dataflow", "Programs as data", "graphs, derivatives, fusion, rewrites with proofs, search, a slow CNN"
+    ),
+    GuidePart(
         "16", "cutting", "Who cuts what", "products cut in four ways, annotations, choosers raced, Alpa's two levels"
     ),
     GuidePart("17", "smaller", "Making it smaller", "fewer bits, fewer weights, a student: what each costs, measured"),

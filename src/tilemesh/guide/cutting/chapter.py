@@ -16,6 +16,8 @@
 # dim), or P (a part of a sum). C has 256 × 192 numbers of 8 bytes, 384 KiB. What does each rank send along K?
 
 # %%
+import math
+
 import numpy as np
 
 from tilemesh.core.hardware import parse_cluster
@@ -37,12 +39,8 @@ lesson = Lesson("16")
 predict = lesson.predict
 shape = (256, 320, 192)
 placed = {name: work.cut_product(name, *shape) for name in work.CUTS}
-guess = predict(
-    "bytes that each of four ranks sends, cut along K",
-    name="along K, four ranks: sent",
-    unit="B",
-    model=work.product_bytes(placed["along K"]),
-)
+guess = predict("bytes that each of four ranks sends, cut along K", name="along K, four ranks: sent",
+                unit="B", model=work.product_bytes(placed["along K"]))  # fmt: skip
 ran = {name: work.run_placed(each, work.arrays_of(each.graph)) for name, each in placed.items()}
 lesson.show(guess, float(ran["along K"].sent[0]), limit=2 * 3 / 4 * 256 * 192 * 8, figure="counted")
 
@@ -121,15 +119,13 @@ assert str(annotated.placements[small.inputs[2]]) == "tp:S(0)"
 
 # %%
 space = work.space_of((step, carried))
-problem, many = space.problem, work.count_of(space.problem)
+problem = space.problem
+many = math.prod(len(own) for own in problem.seconds)
 print(f"{len(step.nodes())} operators, of which {len(problem.seconds)} decide, with "
       f"{' · '.join(str(len(own)) for own in problem.seconds)} = {many:,} placements")  # fmt: skip
-guess = predict(
-    f"time to price {many:,} placements one after the other",
-    name="all placements, one by one",
-    unit="s",
-    model=many * 30e-6,  # a few dozen table lookups in Python
-)
+# a few dozen table lookups in Python
+guess = predict(f"time to price {many:,} placements one after the other", name="all placements, one by one",
+                unit="s", model=many * 30e-6)  # fmt: skip
 readings = work.seconds_per_try(problem)
 lesson.show(
     guess, Sample.of([many * each for each in readings]), missing={"limit": "what is never priced costs nothing"}
@@ -209,10 +205,7 @@ devices = ["h100"] * 2 + ["t4"] * 2
 inner = placed_stage_s(lambda layers: work.mlp_step(1024, 1024, 4096, layers), devices, "greedy")
 ratio = parse_cluster("1x2xh100").device.peak("bf16") / parse_cluster("1x2xt4").device.peak("fp16")
 guess = predict(
-    "layers of 8 for the two H100s",
-    unit="count",
-    model=round(8 * ratio / (1 + ratio)),
-    name="layers on the fast ranks",
+    "layers of 8 for the two H100s", unit="count", model=round(8 * ratio / (1 + ratio)), name="layers on the fast ranks"
 )
 cut = cut_stages(8, 4, 16, inner, sizes=(1, 2, 4))
 fast = sum(layers for place, layers in enumerate(cut.layers) if sum(cut.ranks[:place]) < 2)

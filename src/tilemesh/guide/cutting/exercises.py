@@ -63,14 +63,11 @@ SPACE = numeric(
 def cheapest(own: Own, between: Between) -> Any:
     """The solution: for each way of the last operator the best beginning that ends in it."""
     best = [(seconds, [way]) for way, seconds in enumerate(own[0])]
-    for place in range(1, len(own)):
+    for edge, row in zip(between, own[1:], strict=True):
         best = [
-            min(
-                (before + between[place - 1][ways[-1]][way] + seconds, [*ways, way])
-                for before, ways in best
-            )
-            for way, seconds in enumerate(own[place])
-        ]  # fmt: skip
+            min((before + edge[ways[-1]][way] + seconds, [*ways, way]) for before, ways in best)
+            for way, seconds in enumerate(row)
+        ]
     return min(best)[1]
 
 
@@ -136,10 +133,7 @@ def _reason(own: Own, between: Between, ways: list[int]) -> str:
     if ways == only_edges(own, between):
         return "The edges are as cheap as can be; what the operators themselves take was not counted."
     if ways == one_after_the_other(own, between):
-        return (
-            "Each step is the best from where it begins: the cheapest beginning may lead to a dear end. Keep one "
-            "beginning for every way of the last operator."
-        )
+        return "Each step is the best from where it stands. Keep a beginning for every way of the last operator."
     return "In between[i][a][b], a is the way of operator i and b that of operator i + 1."
 
 

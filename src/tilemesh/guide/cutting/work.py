@@ -149,11 +149,6 @@ def space_of(step: Training, axes: Axes = LINE) -> PlacementSpace:
     return PlacementSpace(step[0], mesh_cost(axes), step[1])
 
 
-def count_of(problem: PlacementProblem) -> int:
-    """How many placements there are: each variable's choices, multiplied."""
-    return math.prod(len(choices) for choices in problem.seconds)
-
-
 def seconds_per_try(problem: PlacementProblem, tries: int = 300) -> list[float]:
     """How long this machine takes to price one placement, several times."""
     random, readings = np.random.default_rng(0), []

@@ -19,18 +19,10 @@ from tilemesh.model.config import preset
 lesson = Lesson("13")
 predict = lesson.predict
 small, large = preset("llama-3-8b"), preset("llama-3-70b")
-guess = predict(
-    "bytes that actor, critic, reward and reference of 8 billion parameters each hold",
-    name="four models of 8 B",
-    unit="B",
-    model=36 * 8e9,
-)
-lesson.show(
-    guess,
-    float(work.held_bytes(small, list(work.ROLES))),
-    missing={"limit": "depends on what is left out"},
-    figure="planned",
-)
+guess = predict("bytes that actor, critic, reward and reference of 8 billion parameters each hold",
+                name="four models of 8 B", unit="B", model=36 * 8e9)  # fmt: skip
+lesson.show(guess, float(work.held_bytes(small, list(work.ROLES))),
+            missing={"limit": "depends on what is left out"}, figure="planned")  # fmt: skip
 for role, (_, flops, does) in work.ROLES.items():
     sizes = [format_bytes(work.held_bytes(model, [role])) for model in (small, large)]
     print(f"{role:>10}: {sizes[0]} at 8 B, {sizes[1]} at 70 B; {flops} operations per parameter and token: it {does}")
@@ -45,12 +37,8 @@ everybody = work.planned(small, "16xh100", algorithm="ppo", critic="own", reward
 share = everybody.seconds["rollout"] / everybody.step.seconds
 print(", ".join(f"{phase} {format_seconds(seconds)}" for phase, seconds in everybody.seconds.items()))
 print("(planned, not measured: there are no 16 H100s here; the actor's log-probabilities are kept as it draws)")
-guess = predict(
-    "share of a step that drawing takes, where it is 2 of 22 operations",
-    name="drawing's share of a step",
-    unit="fraction",
-    model=2 / 22,
-)
+guess = predict("share of a step that drawing takes, where it is 2 of 22 operations",
+                name="drawing's share of a step", unit="fraction", model=2 / 22)  # fmt: skip
 lesson.show(guess, share, missing={"limit": "what decoding must read"}, figure="planned")
 assert share > 2 / 22
 
@@ -71,12 +59,8 @@ variants = {
 }
 names = list(work.ROLES)
 kept = work.held_bytes(small, ["actor", "reference"])
-guess = predict(
-    "share of the four models' bytes that GRPO with a verifier still holds",
-    name="GRPO and a verifier hold",
-    unit="fraction",
-    model=18 / 36,
-)
+guess = predict("share of the four models' bytes that GRPO with a verifier still holds",
+                name="GRPO and a verifier hold", unit="fraction", model=18 / 36)  # fmt: skip
 lesson.show(guess, kept / work.held_bytes(small, names), missing={"limit": "the actor alone: 44 %"}, figure="planned")
 predictions = {}
 for words, choices in variants.items():
@@ -108,12 +92,8 @@ guess = predict(
     model=work.exact_drift(0.9, -0.5),
 )
 lesson.source(work.drift)
-lesson.show(
-    guess,
-    work.drift("sequence", 0.9, -0.5),
-    missing={"limit": "0: length has nothing to do with it"},
-    figure="simulated",
-)
+lesson.show(guess, work.drift("sequence", 0.9, -0.5),
+            missing={"limit": "0: length has nothing to do with it"}, figure="simulated")  # fmt: skip
 fair = work.drift("constant", 0.9, -0.5)
 print(f"with one weight for every token, whatever the answer's length (Dr. GRPO): {fair:.5f}")
 right, wrong = work.trained_lengths("sequence")[-1]

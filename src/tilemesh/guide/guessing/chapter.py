@@ -103,12 +103,9 @@ assert work.speedup(0.3, 8, 0.2) < 1, "guesses that rarely stay cost more than t
 served = random_model()
 work.engine_run(served, 0, output=8)  # the first steps of a process are slower
 plain = work.engine_run(served, 0)
-guess = predict(
-    "a model that repeats itself, up to 4 n-gram guesses: tokens per step",
-    name="tokens per step, n-gram",
-    unit="count",
-    model=work.tokens_per_pass(0.75, 4),  # the first guesses must wait until something repeats
-)
+# the first guesses must wait until something repeats
+guess = predict("a model that repeats itself, up to 4 n-gram guesses: tokens per step",
+                name="tokens per step, n-gram", unit="count", model=work.tokens_per_pass(0.75, 4))  # fmt: skip
 guessed = work.engine_run(served, 4)
 lesson.show(
     guess, len(guessed.tokens) / guessed.decode_steps, missing={"limit": "5, if every guess stayed"}, figure="counted"

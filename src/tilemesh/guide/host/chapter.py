@@ -25,12 +25,8 @@ operators, flops = 3 * work.LAYERS, 2 * work.LAYERS * work.WIDTH**2
 print(f"{operators} operators, {flops:,} operations; adding two numbers takes {format_seconds(call_s)}, almost all "
       "of it before anything is added")  # fmt: skip
 lesson.source(work.SmallModel.forward)
-guess = predict(
-    f"time of a pass: {operators} operators on 64 numbers each",
-    name="a pass of small operators",
-    unit="s",
-    model=operators * call_s,
-)
+guess = predict(f"time of a pass: {operators} operators on 64 numbers each",
+                name="a pass of small operators", unit="s", model=operators * call_s)  # fmt: skip
 with torch.no_grad():
     eager = work.seconds_of(lambda: model(x))
 lesson.show(guess, eager, limit=flops / 10e9)
@@ -112,12 +108,8 @@ for words, buckets in (("every 8th", [1, 2, 4, *range(8, 65, 8)]), ("every size"
 # %%
 lesson.source(work.stepped)
 steps = 30
-guess = predict(
-    f"{steps} steps of 5 ms on the device and 3 ms on the host, prepared ahead",
-    name=f"{steps} steps, prepared ahead",
-    unit="s",
-    model=0.003 + steps * 0.005,
-)
+guess = predict(f"{steps} steps of 5 ms on the device and 3 ms on the host, prepared ahead",
+                name=f"{steps} steps, prepared ahead", unit="s", model=0.003 + steps * 0.005)  # fmt: skip
 ahead_s = work.stepped(steps, 0.005, 0.003, ahead=True)
 lesson.show(guess, ahead_s, limit=steps * 0.005)
 for host_s in (0.002, 0.003, 0.005):
@@ -130,12 +122,9 @@ assert ahead_s < work.stepped(steps, 0.005, 0.003, ahead=False)
 # How long does a scheduler take? tilemesh's own, for a step of 64 requests: planned and booked, in Python.
 
 # %%
-guess = predict(
-    "host time of one step of tilemesh's scheduler with 64 requests",
-    name="scheduling 64 requests",
-    unit="s",
-    model=64 * 8e-6,  # a few microseconds for each request
-)
+# a few microseconds for each request
+guess = predict("host time of one step of tilemesh's scheduler with 64 requests",
+                name="scheduling 64 requests", unit="s", model=64 * 8e-6)  # fmt: skip
 booked_s = work.scheduler_seconds(64)
 lesson.show(guess, booked_s, missing={"limit": "0, if nothing had to be decided"})
 

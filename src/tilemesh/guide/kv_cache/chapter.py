@@ -26,18 +26,10 @@ from tilemesh.serve.scheduler import ServeLimits
 lesson = Lesson("9")
 predict = lesson.predict
 large = preset("llama-3-70b")
-guess = predict(
-    "keys and values of one sequence of 32,768 tokens, Llama 3 70B in 16 bits",
-    name="KV cache, 70 B, 32,768 tokens",
-    unit="B",
-    model=2 * 80 * 8 * 128 * 2 * 32768,
-)
-lesson.show(
-    guess,
-    float(kv_cache_bytes(large, 32768)),
-    missing={"limit": "0, if everything were computed again"},
-    figure="planned",
-)
+guess = predict("keys and values of one sequence of 32,768 tokens, Llama 3 70B in 16 bits",
+                name="KV cache, 70 B, 32,768 tokens", unit="B", model=2 * 80 * 8 * 128 * 2 * 32768)  # fmt: skip
+lesson.show(guess, float(kv_cache_bytes(large, 32768)),
+            missing={"limit": "0, if everything were computed again"}, figure="planned")  # fmt: skip
 every_head = replace(large, kv_heads=large.heads)
 for words, model, element in (("64 KV heads", every_head, 2), ("8 KV heads", large, 2), ("8 KV heads, int8", large, 1)):
     size = kv_cache_bytes(model, 32768, element)
@@ -58,12 +50,8 @@ assert kv_cache_bytes(every_head, 32768) == 8 * kv_cache_bytes(large, 32768)
 tokens = work.lengths(1000)
 print(f"a chat has {statistics.median(tokens):.0f} tokens in the middle, {max(tokens)} at most")
 lesson.source(work.waste, work.waste_in_pages)
-guess = predict(
-    "share of the memory that stays empty if each request has 2,048 tokens set aside",
-    name="empty, in one piece",
-    unit="fraction",
-    model=1 - statistics.mean(tokens) / 2048,
-)
+guess = predict("share of the memory that stays empty if each request has 2,048 tokens set aside",
+                name="empty, in one piece", unit="fraction", model=1 - statistics.mean(tokens) / 2048)  # fmt: skip
 lesson.show(guess, work.waste(tokens, 2048), missing={"limit": "0 %"}, figure="counted")
 assert work.waste(tokens, 2048) > 0.9
 
@@ -73,12 +61,8 @@ assert work.waste(tokens, 2048) > 0.9
 # page of a request is partly empty, by half a page on average.
 
 # %%
-guess = predict(
-    "share that stays empty with pages of 16 tokens",
-    name="empty, pages of 16",
-    unit="fraction",
-    model=7.5 / (statistics.mean(tokens) + 7.5),
-)
+guess = predict("share that stays empty with pages of 16 tokens", name="empty, pages of 16",
+                unit="fraction", model=7.5 / (statistics.mean(tokens) + 7.5))  # fmt: skip
 lesson.show(guess, work.waste_in_pages(tokens, 16), missing={"limit": "0 %"}, figure="counted")
 for page_tokens in (1, 16, 64, 256):
     print(f"pages of {page_tokens}: {work.waste_in_pages(tokens, page_tokens):.1%} empty")

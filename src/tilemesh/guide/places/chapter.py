@@ -29,12 +29,8 @@ lesson = Lesson("14")
 predict = lesson.predict
 step = work.StepWork(draw=0.4, update=0.2)
 lesson.source(work.phase_seconds, work.carry_out)
-guess = predict(
-    "a step of 4 ranks that draw and 4 that train, in turns",
-    name="split, 4 + 4",
-    unit="s",
-    model=work.predicted("split", 8, step, 4)[0].seconds,
-)
+guess = predict("a step of 4 ranks that draw and 4 that train, in turns", name="split, 4 + 4", unit="s",
+                model=work.predicted("split", 8, step, 4)[0].seconds)  # fmt: skip
 split = work.carry_out("split", 8, step, 4, steps=6)
 lesson.show(guess, split.step_s, limit=0.6 / 8)
 print(f"idle: {work.predicted('split', 8, step, 4)[1]:.0%} of all ranks' time")
@@ -45,12 +41,8 @@ assert set(split.staleness) == {0}
 # slower half. The price: answers were drawn by the weights *before* the last update. How many updates old are they?
 
 # %%
-guess = predict(
-    "a step of 4 + 4, one batch ahead",
-    name="one step off, 4 + 4",
-    unit="s",
-    model=work.predicted("one-step-off", 8, step, 4)[0].seconds,
-)
+guess = predict("a step of 4 + 4, one batch ahead", name="one step off, 4 + 4", unit="s",
+                model=work.predicted("one-step-off", 8, step, 4)[0].seconds)  # fmt: skip
 ahead = work.carry_out("one-step-off", 8, step, 4, steps=9)
 lesson.show(guess, ahead.step_s, limit=0.6 / 8)
 print(f"updates between drawing and training, step by step: {ahead.staleness}")
@@ -85,12 +77,8 @@ assert drawing in (5, 6)
 
 # %%
 size = 2 * count_parameters(preset("llama-3-8b")).total
-guess = predict(
-    "bytes that each rank receives: 8 B in 16 bits, tp 8 to engines of one rank",
-    name="new weights per rank",
-    unit="B",
-    model=16e9 * 7 / 8,
-)
+guess = predict("bytes that each rank receives: 8 B in 16 bits, tp 8 to engines of one rank",
+                name="new weights per rank", unit="B", model=16e9 * 7 / 8)  # fmt: skip
 received = reshard_bytes(size, tp=8, pp=1, engine_tp=1)
 lesson.show(guess, received, missing={"limit": "0: laid out alike"}, figure="planned")
 print(f"over NVLink (450 GB/s): {format_seconds(received / 450e9)}; over 50 GB/s between nodes: "

@@ -102,12 +102,9 @@ assert work.chain_advantages(0.0, False)[0] == 0.0
 # are equal, never negative.
 
 # %%
-guess = predict(
-    "KL between the policies before and after 20 updates from one batch, clipped at 0.2",
-    name="KL of a round, clipped",
-    unit="count",
-    model=0.2**2 / 2,  # every ratio about 1 ± 0.2: the mean of (log ratio)² / 2
-)
+# every ratio about 1 ± 0.2: the mean of (log ratio)² / 2
+guess = predict("KL between the policies before and after 20 updates from one batch, clipped at 0.2",
+                name="KL of a round, clipped", unit="count", model=0.2**2 / 2)  # fmt: skip
 clipped = [work.reuse("clip", seed) for seed in range(5)]
 plain = [work.reuse("plain", seed) for seed in range(5)]
 lesson.show(guess, statistics.mean(first for first, _ in clipped), missing={"limit": "0: no update"})

@@ -31,12 +31,8 @@ rate = work.PRODUCT_BYTES / alone_s
 print(f"a step reads {read / 1e6:.0f} MB (all weights but the embedding, of which a token reads one row); this machine "
       f"reads {rate / 1e9:.1f} GB/s")  # fmt: skip
 lesson.source(work.serve)
-guess = predict(
-    "time of one decode step, one request: how long does it take to read all weights?",
-    name="a decode step of one request",
-    unit="s",
-    model=read / rate,
-)
+guess = predict("time of one decode step, one request: how long does it take to read all weights?",
+                name="a decode step of one request", unit="s", model=read / rate)  # fmt: skip
 work.serve(served, 1, 32, 4)  # the first steps of a process are slower
 one = work.serve(served, 1, 64, 16)
 one_s = work.decode_seconds(one.steps).median
@@ -60,12 +56,8 @@ assert len(record.output) == 16
 flops_per_s = 256 * work.PRODUCT_BYTES / 2 / work.product_seconds(256)  # 2 operations for 4 bytes and vector
 computing_s = 16 * read / 2 / flops_per_s
 print(f"16 tokens: {format_seconds(read / rate)} to read, {format_seconds(computing_s)} to compute")
-guess = predict(
-    "how many times longer is a step of 16 requests than a step of one?",
-    name="step of 16 / step of 1",
-    unit="count",
-    model=max(1.0, computing_s * rate / read),
-)
+guess = predict("how many times longer is a step of 16 requests than a step of one?",
+                name="step of 16 / step of 1", unit="count", model=max(1.0, computing_s * rate / read))  # fmt: skip
 many_s = work.decode_seconds(work.serve(served, 16, 16, 16).steps).median
 lesson.show(guess, many_s / one_s, limit=1.0)
 print(f"tokens per second: {1 / one_s:.0f} for one request, {16 / many_s:.0f} for 16")
@@ -154,12 +146,8 @@ def longest_gap(chunk: int) -> tuple[float, float]:
     return max(max(shown.gaps_s) for shown in readers), late.first_token_s or 0.0
 
 
-guess = predict(
-    "longest gap between tokens if the 1,000 tokens of prompt go into one step",
-    name="longest gap, prompt in one step",
-    unit="s",
-    model=fixed_s + 1003 * per_token_s,
-)
+guess = predict("longest gap between tokens if the 1,000 tokens of prompt go into one step",
+                name="longest gap, prompt in one step", unit="s", model=fixed_s + 1003 * per_token_s)  # fmt: skip
 held_up, first = longest_gap(1024)
 lesson.show(guess, held_up, limit=step_s(4), figure="simulated")
 for chunk in (256, 64, 16):

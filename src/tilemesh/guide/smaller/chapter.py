@@ -41,12 +41,8 @@ assert plain.right > 0.7
 
 # %%
 lesson.source(work.rounding_error)
-guess = predict(
-    "error of rounding to 4 bits in groups of 16, as a share of the weights' size",
-    name="rounding error, 4 bits, groups of 16",
-    unit="fraction",
-    model=2.08 / 7 / 12**0.5,
-)
+guess = predict("error of rounding to 4 bits in groups of 16, as a share of the weights' size",
+                name="rounding error, 4 bits, groups of 16", unit="fraction", model=2.08 / 7 / 12**0.5)  # fmt: skip
 lesson.show(guess, work.rounding_error(4, 16), missing={"limit": "0: all bits"})
 for bits in (8, 4, 3, 2):
     errors = ", ".join(f"{work.rounding_error(bits, group):.1%} by {group}" for group in (16, 128, 4096))
@@ -73,12 +69,9 @@ assert results["int2-g16"].loss > plain.loss
 # end?
 
 # %%
-guess = predict(
-    "share sorted without a fault with 2 bits, after 60 steps of training with rounding",
-    name="2 bits, trained with rounding",
-    unit="fraction",
-    model=plain.right,  # as good as before
-)
+# as good as before
+guess = predict("share sorted without a fault with 2 bits, after 60 steps of training with rounding",
+                name="2 bits, trained with rounding", unit="fraction", model=plain.right)  # fmt: skip
 aware = work.quality(work.trained_with_rounding(model, "int2-g16"))
 lesson.show(guess, aware.right, missing={"limit": "100 %"})
 print(f"2 bits: rounded {results['int2-g16'].right:.1%}, GPTQ {results['int2-g16-gptq'].right:.1%}, trained with "
@@ -106,12 +99,8 @@ for structure, amount in (
     result = work.quality(smaller)
     print(f"{structure:>13} {amount:.0%}: {result.right:.1%} right, {work.weights_of(smaller):,} numbers stored")
 full_s = work.product_seconds(4096)
-guess = predict(
-    "time of the product with half of the rows, as a share of the whole",
-    name="half of the rows",
-    unit="fraction",
-    model=0.5,
-)
+guess = predict("time of the product with half of the rows, as a share of the whole",
+                name="half of the rows", unit="fraction", model=0.5)  # fmt: skip
 half_s, sparse_s = work.product_seconds(2048), work.product_seconds(4096, zeros=0.8)
 lesson.show(guess, half_s / full_s, missing={"limit": "50 %"})
 print(
