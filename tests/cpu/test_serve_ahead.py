@@ -109,7 +109,7 @@ def heard_of_a_stretch(seed: int, least: int) -> tuple[Heard, int]:
     if draw.random() < 0.3:
         model.model.token_embedding.weight[200] = torch.nan  # type: ignore[union-attr]
     options = {"pages": draw.choice((40, 200)), "page_tokens": draw.choice((2, 4, 16)), "running": 20}
-    limits = ServeLimits(context=CONTEXT, step_tokens=64, **options)
+    limits = ServeLimits(context=CONTEXT, step_tokens=64, share_answers=draw.random() < 0.6, **options)
     runner = Runner(model.model, limits, implementation="torch", graphs=PlainCalls())
     core, heard = EngineCore(runner, Scheduler(limits), model.tokenizer, model.ends, 256), Heard()
     answers, length = draw.choice((1, 4)), draw.choice((2, 9, 30))
@@ -166,6 +166,21 @@ def test_a_stretch_of_rows_is_rows_one_by_one(seed: int) -> None:
             assert longer[: len(shorter)] == shorter  # type: ignore[arg-type, index]
         else:
             assert got == expected
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_pages_of_answers_are_found_where_somebody_may_ask(share: bool) -> None:
+    prompt, asked = list(range(1, 10)), Sampling(max_tokens=20, n=4, temperature=1.3, ignore_eos=True, seed=1)
+    options = {"page_tokens": 4, "pages": 90, "launch_ahead": True, "share_answers": share}
+    with mock.patch.object(stretch, "LEAST_ROWS", 1), Engine(served(), **options) as engine:  # type: ignore[arg-type]
+        first = next(iter(engine.generate([prompt], asked)))
+        kept = len(engine._scheduler.prefixes)
+        further = [*prompt, *first.answers[2].tokens]
+        # Of two at a time, which begin alike, none may wait for a page that the other does not give.
+        again = list(engine.generate([further, further], Sampling(max_tokens=2, temperature=0)))
+    assert kept == (2 + 4 * 5 if share else 2)  # 9 tokens of the prompt, 28 computed
+    assert again[0].found_tokens == (28 if share else 8)
+    assert again[0].answers == again[1].answers
 
 
 def test_answers_are_stepped_as_arrays() -> None:

@@ -144,7 +144,7 @@ class FeedbackLessons(Lessons):
         return EngineConfig(
             running=align.running, waiting=many, seed=self.config.train.seed, invariant=align.invariant,
             context=self.config.context, step_tokens=_STEP_TOKENS, packed=False if self.run.is_small else None,
-            prefix_room=0,  # new weights forget all pages
+            prefix_room=0, share_answers=align.turns > 1,  # new weights forget all pages
         )  # fmt: skip
 
     def words(self) -> str:

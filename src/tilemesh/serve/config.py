@@ -55,6 +55,8 @@ class EngineConfig:
     prefix_room: int = 15
     """On a GPU, pages beyond those that `running` requests can fill, as a multiple of these, where memory has room:
     what later prompts may begin with stays there."""
+    share_answers: bool = True
+    """Whether what answers computed is found by prompts that begin with them: takes time where none will."""
     prepare: bool = False
     """Capture the graphs of all batch sizes before the first request, so that none waits for it."""
 

@@ -561,8 +561,8 @@ def _limits(
         pages = choose_pages(
             model, dtype, config.page_tokens, useful, config.memory, device, beside, config.kv_cache, local
         )
-    names = ("page_tokens", "step_tokens", "running", "waiting", "swap_pages", "share_prefixes", "kv_cache")
-    same = {name: getattr(config, name) for name in names}
+    names = ("page_tokens", "step_tokens", "running", "waiting", "swap_pages", "kv_cache")
+    same = {name: getattr(config, name) for name in (*names, "share_prefixes", "share_answers")}
     local = local if local < pages else 0
     window = model.window if slides and (local or not model.full_layers) else 0
     return ServeLimits(pages=pages, context=longest, chunk_tokens=chunk, window=window, local_pages=local, **same)

@@ -60,6 +60,8 @@ class ServeLimits:
     swap_pages: int = 0
     """Pages in the CPU's memory for preempted requests; where they are used up, a request is computed again."""
     share_prefixes: bool = True
+    share_answers: bool = True
+    """Whether pages with tokens of answers are among those that are found."""
     patience: int = 256
     """Steps that one unit of priority is worth."""
     kv_cache: str = ""
@@ -328,7 +330,7 @@ class Scheduler:
         if known > request.computed:
             request.computed = known
         if self.limits.share_prefixes and request.version == self.version:
-            self._publish(request, known)
+            self._publish(request, known if self.limits.share_answers else min(known, request.prompt))
         if self.limits.window:
             self._leave_behind(request, known)
         if reason is not None:
@@ -447,7 +449,8 @@ class Scheduler:
         """The page that this request would publish next, if it has all the page's tokens already."""
         known = request.published if serials is None else serials
         end = (len(known) + 1) * self.limits.page_tokens
-        if not self._may_share(request) or end >= len(request.tokens):
+        is_given = self.limits.share_answers or end <= request.prompt  # else it is never published
+        if not is_given or not self._may_share(request) or end >= len(request.tokens):
             return None
         return self.prefixes.key(request.tokens, known, request.adapter)
 

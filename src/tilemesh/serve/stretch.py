@@ -82,6 +82,7 @@ class DecodeStretch:
         self._kind = max(kind_of(each, vocabulary) for each in samplings)
         self._wants = [each.logprobs is not None for each in samplings]
         self._ends: Rows = np.array(sorted(frozenset[int]().union(*{each.ends for each in requests})), np.int64)
+        self._publishes = scheduler.limits.share_prefixes and scheduler.limits.share_answers
         self._alive = np.ones(len(requests), np.bool_)
         self._tokens = np.zeros((_COLUMNS, len(requests)), np.int64)
         self._scores = np.zeros((_COLUMNS, len(requests), 2))
@@ -143,7 +144,7 @@ class DecodeStretch:
             self._scores[self._column, rows] = scores[0][:, at].T
         self._column += 1
         ends = np.isin(tokens, self._ends) | (tokens < 0) | (computed == self._last[rows])
-        seen = np.flatnonzero(ends | (computed % self._page == 0))
+        seen = np.flatnonzero(ends | (computed % self._page == 0) if self._publishes else ends)
         each = zip(rows[seen].tolist(), tokens[seen].tolist(), computed[seen].tolist(), strict=True)
         ended = [end for row, token, known in each if (end := self._look_at(row, token, known)) is not None]
         if self._column == _COLUMNS:
