@@ -145,7 +145,7 @@ def test_from_toml_refuses_an_unknown_key_and_bad_syntax() -> None:
     assert str(caught.value) == (
         "best.toml: unknown key 'dpp': did you mean 'dp'? known are dp, tp, pp, ep, expert_tp, cp, cp_exchange, "
         "sequence_parallel, zero, zero_group, interleave, chunk_layers, microbatch, accumulation, schedule, slices, "
-        "recompute, recompute_every, recompute_stages, prefetch, offload, attention, precision"
+        "recompute, recompute_every, recompute_stages, prefetch, offload, attention, precision, fp8_scales"
     )
     with pytest.raises(UsageError) as caught:
         ParallelPlan.from_toml("dp = 1\ntp =\n")

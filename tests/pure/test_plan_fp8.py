@@ -1,4 +1,4 @@
-"""Products in 8 bits, predicted: how much faster layers become with their casts, and that nothing runs them yet."""
+"""Products in 8 bits, predicted: how much faster layers become with their casts, and which of them stay in 16."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 
-from tilemesh.core.conflicts import PLAN_CONFLICTS, refusals
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import DEVICES, parse_cluster
 from tilemesh.core.plan import ParallelPlan
@@ -14,6 +13,7 @@ from tilemesh.model.config import preset
 from tilemesh.model.work.operations import Product, layer_work
 from tilemesh.model.work.passes import CAST_BYTES, MemoryPass
 from tilemesh.model.work.task import Task
+from tilemesh.model.work.weights import is_wide_for_fp8
 from tilemesh.plan.choose import search
 from tilemesh.plan.prediction import trainable
 from tilemesh.plan.space import Pins
@@ -50,15 +50,30 @@ def test_layers_are_narrow_and_the_head_attention_and_memory_are_not() -> None:
     assert all(op.fp8 for op in (*work.forward, *work.backward) if isinstance(op, Product))
 
 
-def test_it_is_planned_where_a_gpu_has_it_and_said_to_be_a_prediction() -> None:
+def test_it_is_planned_where_a_gpu_has_it_and_says_what_stays_in_16_bits() -> None:
     found = search(LLAMA, "8xh100", batch=64, pins=Pins.parse(["precision=fp8"]))
     assert {prediction.plan.precision for prediction in found.predictions} == {"fp8"}
-    assert any("predicted; it cannot run here yet" in line for line in why(found))
-    line = trainable(found.best.plan)
-    assert "precision is fp8: products in 8 bits are predicted; they cannot run here yet" in line
-    (refused,) = refusals(PLAN_CONFLICTS, ParallelPlan(precision="fp8"))
-    assert refused.instead == "precision=bf16-master"
+    assert "In fp8 the layers' products take 8 bits; the head and attention stay in 16." in why(found)
+    assert trainable(found.best.plan) == "yes"
+    narrow = search(preset("gpt2-124m"), "8xh100", batch=64, pins=Pins.parse(["precision=fp8"]))
+    assert any("whose casts would take longer than their products save" in line for line in why(narrow))
     usual = search(LLAMA, "8xh100", batch=64)
     assert any("In fp8 this layout would take" in line for line in why(usual))
     with pytest.raises(UsageError, match="a100-80 has no matmul peak for dtype 'fp8'"):
         search(LLAMA, "8xa100", batch=64, pins=Pins.parse(["precision=fp8"]))
+
+
+def test_with_scales_by_rows_a_weights_gradient_stays_in_16_bits() -> None:
+    work = layer_work(LLAMA, Task(1, 8192, 8192, precision="fp8", fp8_scales="row"))
+    assert not any(op.fp8 for op in work.weight_gradients if isinstance(op, Product))
+    assert sum(op.fp8 for op in (*work.forward, *work.backward) if isinstance(op, Product)) == 2 * len(
+        work.weight_gradients
+    )
+
+
+def test_casts_cost_more_than_narrow_products_save() -> None:
+    """By the same prediction as above the border lies where widths' product is 640 times their sum."""
+    assert not is_wide_for_fp8(1024, 1024)
+    assert is_wide_for_fp8(2048, 1024)
+    work = layer_work(preset("gpt2-124m"), Task(1, 1024, 1024, precision="fp8"))
+    assert not any(op.fp8 for op in (*work.forward, *work.backward) if isinstance(op, Product))

@@ -22,6 +22,7 @@ from tilemesh.align.source import RolloutSource
 from tilemesh.align.turns import AnswerTurns
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.errors import UsageError
+from tilemesh.core.plan import MASTERED
 from tilemesh.data.corpus import chat_template_of, tokenizer_of
 from tilemesh.model.families.book import read_config
 from tilemesh.model.fresh import grouped_parameters
@@ -135,7 +136,7 @@ class FeedbackLessons(Lessons):
     def _dtype(self, trained: torch.dtype, on_gpu: bool) -> torch.dtype:
         """Of the engine's weights."""
         chosen = read_dtype(self.align.dtype or None)
-        narrow = {"bf16": torch.bfloat16, "bf16-master": torch.bfloat16, "fp16": torch.float16}
+        narrow = {**dict.fromkeys(("bf16", *MASTERED), torch.bfloat16), "fp16": torch.float16}
         return chosen or (narrow.get(self.config.plan.precision) if on_gpu else None) or trained
 
     def _engine(self) -> EngineConfig:

@@ -159,12 +159,6 @@ PLAN_CONFLICTS: tuple[Conflict[ParallelPlan], ...] = (
         lambda plan: f"ep={math.gcd(plan.ep, plan.replicas)}",
     ),
     row(
-        "precision",
-        lambda plan: plan.precision == "fp8",
-        "products in 8 bits are predicted; they cannot run here yet",
-        "precision=bf16-master",
-    ),
-    row(
         "expert_tp tp",
         lambda plan: plan.expert_tp not in (0, plan.tp),
         "here tp shares experts' matrices as it does all others; fewer ranks for each are predicted only",

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from tilemesh.core.errors import UsageError
 from tilemesh.model.attend_alone import ALONE_BY_TOKEN
+from tilemesh.model.eight_bits import EightBits
 from tilemesh.model.embedding import Embedding
 from tilemesh.model.experts import Router, TokenGate
 from tilemesh.model.linear import DENSE, Linear, OneTile, one_tile_product
@@ -30,8 +31,9 @@ from tilemesh.model.transformer import Attention, Transformer
 
 def make_invariant(model: Transformer, device: torch.device, use: Use) -> None:
     """Let the parts of a model compute so, on this device; it stays so. `prepare` calls it."""
-    if use.casts or use.compiled:
-        what = "autocast" if use.casts else "torch.compile"
+    in_8_bits = any(isinstance(getattr(module, "kind", None), EightBits) for module in model.modules())
+    if use.casts or use.compiled or in_8_bits:
+        what = "autocast" if use.casts else "torch.compile" if use.compiled else "products in 8 bits"
         raise UsageError(
             f"an invariant pass under {what}: that would round and add in other places than an engine does; train in "
             "the precision that is served (fp32, or bf16-master for bf16), not compiled"

@@ -230,9 +230,7 @@ class AlignEstimator:
         return round(sum(self._state_bytes(ranks, plan)[1:]) * (1 - self._trained_share()))
 
     def _state_bytes(self, ranks: int, plan: ParallelPlan) -> tuple[int, int, int]:
-        layers = -(-self.model.layers // plan.pp)
-        dense = self.model.dense_of((layers,))
-        parameters = self.train(ranks).room.shards(plan).stage(layers, True, plan.pp == 1, *dense)
+        parameters = self.train(ranks).room.shards(plan).stage(-(-self.model.layers // plan.pp), True, plan.pp == 1)
         return state_bytes(parameters, plan.precision, plan.zero, plan.zero_ranks)
 
     def _trained_share(self) -> float:

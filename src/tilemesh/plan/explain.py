@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, get_args
 
-from tilemesh.core.plan import Attention, ParallelPlan, Recompute
+from tilemesh.core.plan import MASTERED, Attention, ParallelPlan, Recompute
 from tilemesh.core.units import format_bytes, format_count
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.kept import kept_by_operators, kept_bytes, kept_tensors, layer_input
@@ -243,7 +243,7 @@ def _is_paper_model(model: ModelConfig, precision: str) -> bool:
     """Whether the forms of Korthikanti et al. 2022 are what the tensors add up to."""
     plain = model.mlp_width == 4 * model.width and model.kv_width == model.query_width == model.width
     plain = plain and model.activation == "gelu" and model.norm_place in ("pre", "post") and model.qk_norm == "none"
-    return plain and not model.parallel_residual and model.dropout > 0 and precision in ("bf16-master", "fp8")
+    return plain and not model.parallel_residual and model.dropout > 0 and precision in MASTERED
 
 
 def _paper_form(attention: str, recompute: str, ranks: int, sp: bool) -> str:

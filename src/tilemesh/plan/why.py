@@ -12,7 +12,7 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.units import format_bytes, format_seconds
 from tilemesh.model.work.routing import imbalance
 from tilemesh.model.work.task import STATE_BYTES
-from tilemesh.model.work.weights import cp_exchanges
+from tilemesh.model.work.weights import cp_exchanges, is_wide_for_fp8, layer_matrices
 from tilemesh.plan.choose import SearchResult
 from tilemesh.plan.memory import Room, usable_bytes
 from tilemesh.plan.prediction import Prediction
@@ -156,14 +156,16 @@ def _offloading(result: SearchResult, best: Prediction) -> str:
 
 
 def _in_fp8(result: SearchResult, best: Prediction) -> str:
-    """What products in 8 bits would gain, or that they are predicted only."""
+    """What products in 8 bits would gain, or which of them those are."""
     if best.plan.precision == "fp8":
-        return "In fp8 the layers' products take 8 bits, the head and attention 16: predicted; it cannot run here yet."
+        narrow = [w.words for w in layer_matrices(result.model) if not is_wide_for_fp8(w.outputs, w.inputs)]
+        casts = f", {', '.join(narrow)} too, whose casts would take longer than their products save" if narrow else ""
+        return f"In fp8 the layers' products take 8 bits; the head and attention stay in 16{casts}."
     if "fp8" not in result.cluster.device.peak_flops_per_s or best.plan.precision != "bf16-master":
         return ""
     fp8_s = result.estimator().step_s(dataclasses.replace(best.plan, precision="fp8"))
     gain = best.step_time_s / fp8_s
-    return f"In fp8 this layout would take {format_seconds(fp8_s)} ({gain:.2f} times as fast; cannot run here yet)."
+    return f"In fp8 this layout would take {format_seconds(fp8_s)} ({gain:.2f} times as fast; --fix precision=fp8)."
 
 
 def _host(result: SearchResult, best: Prediction) -> str:

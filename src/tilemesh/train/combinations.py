@@ -61,6 +61,7 @@ FEATURES = (
     Feature("recomputation by operator", "plan.recompute=operators"),
     Feature("full recomputation", "plan.recompute=full"),
     Feature("bf16 with master weights", "plan.precision=bf16-master"),
+    Feature("products in 8 bits", "plan.precision=fp8"),
     Feature("fp16 with a scaled loss", "plan.precision=fp16"),
     Feature("torch.compile", "train.compile=true"),
     Feature("clipped gradients", "optimizer.clip=1"),

@@ -43,6 +43,7 @@ _ZERO = Switch("plan.zero", lambda config: config.plan.zero > 0, "plan.zero=0")
 _OFFLOAD = Switch("plan.offload", lambda config: bool(config.plan.offloads), "plan.offload=")
 _MOVED_STATES = Switch("plan.offload", lambda config: "optimizer" in config.plan.offloads, "plan.offload=")
 _FP16 = Switch("plan.precision", lambda config: config.plan.precision == "fp16", "plan.precision=fp32")
+_FP8 = Switch("plan.precision", lambda config: config.plan.precision == "fp8", "plan.precision=bf16-master")
 _COMPILE = Switch("train.compile", lambda config: bool(config.train.compile), "train.compile=false")
 _GRAPH = Switch("train.graph", lambda config: bool(config.train.graph), "train.graph=false")
 _ON_CPU = Switch("train.device", lambda config: config.train.device == "cpu", "train.device=cuda")
@@ -252,6 +253,8 @@ OF_CONFIG: tuple[Row, ...] = (
         f"lora.base=FOLDER{OR}{_LORA.off}",
     ),
     _pair(_RECIPE, _LORA, _MERGED),
+    _pair(_RECIPE, _FP8, "what a recipe rounds or masks would be rounded once more, to the 8 bits that are multiplied"),
+    _pair(_EXPERTS, _FP8, "experts are multiplied together, which is predicted in 8 bits and not run"),
     row(
         "compress.recipe plan.tp",
         lambda config: _TP.is_on(config) and _prunes_anywhere(config),

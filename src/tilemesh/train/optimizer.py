@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.plan import MASTERED
 from tilemesh.core.shard import Shard
 from tilemesh.model.kernels import TORCH
 from tilemesh.parallel.gradients import GradientStep
@@ -31,8 +32,8 @@ from tilemesh.train.rules import decay_of, kinds_of, rule_of
 from tilemesh.train.stepping import KernelUpdate, is_stepped_by_kernels
 from tilemesh.train.update import UpdateGroup
 
-COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-master": torch.bfloat16, "fp16": torch.float16}
-STORED = {"bf16-master": torch.bfloat16, "fp64": torch.float64}
+COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+STORED = {**dict.fromkeys(MASTERED, torch.bfloat16), "fp64": torch.float64}
 
 
 def stored_dtype(precision: str) -> torch.dtype:
@@ -42,7 +43,7 @@ def stored_dtype(precision: str) -> torch.dtype:
 
 def autocast_dtype(precision: str) -> torch.dtype | None:
     """The dtype matmuls run in where that is not the parameters'; None: no autocast."""
-    return COMPUTE[precision] if precision in ("bf16", "fp16") else None
+    return COMPUTE.get(precision)
 
 
 def warning(precision: str, device: torch.device) -> str:
@@ -88,7 +89,7 @@ class Optimizer:
         """What is remembered of each parameter."""
         self.parameters = {name: tensor for name, (tensor, _) in trained.items()}
         is_ours = is_stepped_by_kernels(kernels, config, self.parameters)
-        self.mastered = frozenset(self.parameters if precision == "bf16-master" else narrowed if is_ours else ())
+        self.mastered = frozenset(self.parameters if precision in MASTERED else narrowed if is_ours else ())
         """Parameters of 16 bits, whose float32 masters are what is stepped."""
         self.stepped: dict[str, nn.Parameter] = {
             name: nn.Parameter(value.detach().float()) if name in self.mastered else value

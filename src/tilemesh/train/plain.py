@@ -9,6 +9,7 @@ from torch import nn
 
 from tilemesh.compress.config import training_recipe
 from tilemesh.compress.prepare import prepare as train_for
+from tilemesh.model.eight_bits import multiply_in_8_bits
 from tilemesh.model.lora import attach
 from tilemesh.model.programs.prepare import Prepared, prepare
 from tilemesh.model.programs.program import TRAINING, Use
@@ -34,6 +35,8 @@ def planned_programs(config: TrainConfig, device: torch.device) -> Prepared:
     """What a run's whole model would be computed by. Of a model without memory: nothing is read or computed."""
     kernels = config.kernels_on(device.type)
     model = Transformer(config.model, device="meta", dtype=stored_dtype(config.plan.precision), kernels=kernels)
+    if config.plan.precision == "fp8":
+        multiply_in_8_bits(model, config.plan.fp8_scales)
     if config.lora.rank:
         attach(model, config.lora, config.train.seed)
     recipe = training_recipe(config.compress.recipe)

@@ -40,6 +40,7 @@ from tilemesh.measure.machine import versions
 from tilemesh.measure.trace import Trace, merge
 from tilemesh.methods.compressed import Compression, compressed_gradients
 from tilemesh.methods.local import LocalPeriod, LocalUpdates
+from tilemesh.model.eight_bits import fp8_words, multiply_in_8_bits, require_fp8
 from tilemesh.model.huggingface import stored_kinds
 from tilemesh.model.kinds import put_kinds
 from tilemesh.model.lora import attach
@@ -217,7 +218,8 @@ def _train_on(task: RankTask, comm: Communicator, seat: Seat | None = None) -> R
     slow = warning(config.plan.precision, device)
     if comm.rank == 0:
         say(_headline(config, loop.mesh, lessons.words(), device))
-        for note in filter(None, (lessons.notes(), slow)):
+        narrow = fp8_words(config.model, device) if config.plan.precision == "fp8" else ""
+        for note in filter(None, (lessons.notes(), slow, narrow)):
             say(note)
     with contextlib.closing(lessons):
         _run_loop(loop, Interrupt(_stop_signals(), task.stop_after, config.train.max_time_s))
@@ -350,9 +352,12 @@ def lay_model(
     is_drawn_late = config.plan.has_chunks or config.lora.base is not None or initialize is not None
     where = torch.device("meta") if is_drawn_late else device
     model = Transformer(config.model, seed=config.train.seed, device=where, dtype=dtype, kernels=kernels)
+    if config.lora.base is not None and config.lora.rank:
+        put_kinds(model, stored_kinds(config.lora.base))
+    if config.plan.precision == "fp8":
+        require_fp8(device)
+        multiply_in_8_bits(model, config.plan.fp8_scales)
     if config.lora.rank:
-        if config.lora.base is not None:
-            put_kinds(model, stored_kinds(config.lora.base))
         attach(model, config.lora, config.train.seed)
     extend(model)
     recipe = training_recipe(config.compress.recipe)

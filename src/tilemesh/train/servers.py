@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.axes import Axes, coordinates, ordered, rank_at
 from tilemesh.core.errors import RunError
-from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.plan import MASTERED, ParallelPlan
 from tilemesh.core.shard import Shard
 from tilemesh.methods.link import ASKED, STOPPED, PushFigures, ServerLink
 from tilemesh.methods.record import ServerEvent, append_record
@@ -63,7 +63,7 @@ def as_worker(config: TrainConfig) -> TrainConfig:
 
 def as_server(config: TrainConfig) -> TrainConfig:
     """What a server lays to hold a part of: the whole model, with the weights that are stepped."""
-    precision = config.plan.precision if config.plan.precision != "bf16-master" else "fp32"
+    precision = config.plan.precision if config.plan.precision not in MASTERED else "fp32"
     return dataclasses.replace(as_worker(config), plan=ParallelPlan(precision=precision))
 
 
@@ -151,7 +151,7 @@ class ServerOptimizer(Optimizer):
         config, self.laid, self.replica = seat.config, laid, laid.mesh.comm
         self.is_first, self._own = self.replica.rank == 0, laid.gradients.stepped
         self._wide = stored_dtype(as_server(config).plan.precision)
-        self._has_masters = config.plan.precision == "bf16-master"
+        self._has_masters = config.plan.precision in MASTERED
         self._is_copy = self.replica.size > 1 or isinstance(laid, Pipeline) or self._has_masters
         """Whether what servers have is here besides what is trained: of a mesh, of weights elsewhere or of 16 bits."""
         held = self._whole() if self._is_copy else self._own if self.is_first else {}

@@ -30,7 +30,7 @@ from tilemesh.model.work.passes import (
 )
 from tilemesh.model.work.routing import busiest_rows, local_experts
 from tilemesh.model.work.task import Task
-from tilemesh.model.work.weights import Weight, active_matrices, output_weight
+from tilemesh.model.work.weights import Weight, active_matrices, is_wide_for_fp8, output_weight
 
 
 class Product(NamedTuple):
@@ -143,15 +143,18 @@ def layer_work(model: ModelConfig, task: Task) -> PartWork:
     products = layer_products(model, task)
     scores, scores_back = _attention(model, task)
     passes, passes_back = layer_passes(model, task)
+    weight_gradients = tuple(_weight_gradients(products))
+    if task.fp8_scales == "row":
+        weight_gradients = tuple(op._replace(fp8=False) for op in weight_gradients)
     return PartWork(
         forward=(*products, *passes, *scores),
-        backward=(*passes_back, *_input_gradients(products), *_weight_gradients(products), *scores_back),
+        backward=(*passes_back, *_input_gradients(products), *weight_gradients, *scores_back),
         kept=kept_tensors(model, task),
         exchanges=tuple(layer_exchanges(model, task)),
         scores=scores,
         between=(*products[1:-1:2], *passes),
         again=(*(products if task.code == "fused" else products[:-1]), *passes, *scores),
-        weight_gradients=tuple(_weight_gradients(products)),
+        weight_gradients=weight_gradients,
         kept_for_weights=kept_for_weights(model, task),
     )
 
@@ -186,7 +189,8 @@ def _product(model: ModelConfig, weights: list[Weight], task: Task) -> Product:
     outputs = sum(weight.shape(tp)[0] for weight in weights)
     name, inputs = ", ".join(weight.words for weight in weights), weights[0].shape(tp)[1]
     if not is_routed:
-        return Product(name, 1, task.tokens, outputs, inputs, task.dtype, fp8=task.is_fp8)
+        is_fp8 = task.is_fp8 and is_wide_for_fp8(sum(weight.outputs for weight in weights), weights[0].inputs)
+        return Product(name, 1, task.tokens, outputs, inputs, task.dtype, fp8=is_fp8)
     rows, used = busiest_rows(model, task), local_experts(model, task)
     return Product(f"{name} of {used} experts", used, -(-rows // used), outputs, inputs, task.dtype, fp8=task.is_fp8)
 
@@ -316,7 +320,8 @@ def forward_flops(model: ModelConfig, sequences: int, queries: int, keys: int | 
     """
     task = Task(sequences, queries, queries if keys is None else keys, attention="materialized")
     blocks = {"attention": 0, "mlp": 0}
-    for kind, layers in model.layers_by_kind:
+    dense = {*model.dense_layers}
+    for kind, layers in ((model, model.layers - len(dense)), *((model.of_layer(layer), 1) for layer in dense)):
         for weight in active_matrices(kind):
             blocks[weight.block] += layers * 2 * task.tokens * weight.outputs * weight.inputs
     output = output_weight(model)
@@ -345,17 +350,9 @@ def recomputed_flops(model: ModelConfig, sequences: int, context: int, recompute
     """What a step does a second time: all layers, every second product of theirs, only their scores, or nothing.
     `share`: of the layers that do so."""
     forward = forward_flops(model, sequences, context)
-    second = (
-        2
-        * sequences
-        * context
-        * sum(
-            layers * weight.outputs * weight.inputs
-            for kind, layers in model.layers_by_kind
-            for weight in active_matrices(kind)[1:-1:2]
-        )
-    )
-    flops = {"none": 0, "selective": forward.scores, "operators": second, "full": forward.layers}
+    matrices = active_matrices(model)[1:-1:2]
+    second = 2 * sequences * context * sum(weight.outputs * weight.inputs for weight in matrices)
+    flops = {"none": 0, "selective": forward.scores, "operators": model.layers * second, "full": forward.layers}
     return round(share * flops[recompute])
 
 

@@ -21,7 +21,7 @@ from tilemesh.kernels.rotary import cost as rotary
 from tilemesh.model.config import VOCABULARY_MULTIPLE, ModelConfig
 from tilemesh.model.work.routing import busiest_rows, hidden_elements, sent_rows
 from tilemesh.model.work.task import ALIGNED, Task, unaligned
-from tilemesh.model.work.weights import Weight, layer_matrices, output_weight
+from tilemesh.model.work.weights import Weight, is_wide_for_fp8, layer_matrices, output_weight, require_modelled
 
 
 class MemoryPass(NamedTuple):
@@ -66,6 +66,7 @@ def product_weights(model: ModelConfig, task: Task) -> list[list[Weight]]:
     """The matrices of each of a layer's products, in their order. Hand-fused code makes q, k and v in one product, and
     a gate with what it opens; our Transformer keeps both apart, but for q, k and v that are not turned, where the whole
     layer is compiled."""
+    require_modelled(model)
     joined = {"fused": ("attention", "mlp"), "compiled": ("attention",) if joins_qkv(model, task) else (), "eager": ()}
     products: list[list[Weight]] = []
     matrices = [weight for weight in layer_matrices(model) if weight.expert == 0]  # which stands for the others
@@ -118,7 +119,10 @@ def _narrowed(model: ModelConfig, task: Task) -> tuple[MemoryPass, MemoryPass]:
     matrices = [weight for weight in layer_matrices(model) if weight.expert == 0]
     for (_, _, is_routed), group in itertools.groupby(matrices, key=lambda w: (w.block, w.split, w.is_routed)):
         tp, rows = (task.ranks_per_expert, busiest_rows(model, task)) if is_routed else (task.tp, task.tokens)
-        shapes = [weight.shape(tp) for weight in group]
+        weights = list(group)
+        if not is_routed and not is_wide_for_fp8(sum(weight.outputs for weight in weights), weights[0].inputs):
+            continue
+        shapes = [weight.shape(tp) for weight in weights]
         entering += rows * shapes[0][1]
         leaving += rows * sum(outputs for outputs, _ in shapes)
     entering += _columns(model, task)[3] if task.code != "fused" else 0

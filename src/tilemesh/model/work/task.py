@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tilemesh.core.hardware import DTYPE_BYTES, Device
-from tilemesh.core.plan import COMPUTE_DTYPE, Attention, ContextExchange, ParallelPlan, Precision
+from tilemesh.core.plan import COMPUTE_DTYPE, MASTERED, Attention, ContextExchange, Fp8Scales, ParallelPlan, Precision
 from tilemesh.core.sequence import ranks_sharing_heads, tokens_of, zigzag
 from tilemesh.model.config import ModelConfig
 
@@ -60,6 +60,7 @@ class Task:
     """Ranks that share each expert's matrices; 0: those of tp."""
     imbalance: float = 0.0
     """Rows that come to the busiest of `ep` ranks over the mean; 0: as expected of tokens that pick at random."""
+    fp8_scales: Fp8Scales = "tensor"
 
     @classmethod
     def of(
@@ -92,6 +93,7 @@ class Task:
             plan.ep,
             plan.expert_tp,
             imbalance,
+            plan.fp8_scales,
         )
 
     @property
@@ -157,7 +159,7 @@ def default_code(device: Device, precision: str) -> Code:
     """What usually runs a layout: large models in 16 bits are trained with hand-fused code, GPUs with a compiler."""
     if device.kind == "cpu":
         return "eager"
-    return "fused" if precision in ("bf16-master", "fp8") else "compiled"
+    return "fused" if precision in MASTERED else "compiled"
 
 
 def is_by_layers(plan: ParallelPlan, code: Code) -> bool:

@@ -13,6 +13,7 @@ import functools
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
+from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ContextExchange, ParallelPlan
 from tilemesh.core.sequence import ranks_sharing_heads
 from tilemesh.core.step.book import is_listed
@@ -136,6 +137,15 @@ def active_matrices(model: ModelConfig) -> tuple[Weight, ...]:
     return tuple(weight for weight in layer_matrices(model) if weight.expert < max(1, model.experts_per_token))
 
 
+LEAST_FP8_WIDTH = 640
+
+
+def is_wide_for_fp8(outputs: int, inputs: int) -> bool:
+    """Whether products in 8 bits save more than the casts of what they take and give cost: the first grows with
+    outputs x inputs, the second with their sum. MEASURED on an H200 with 16,384 tokens (docs/kernels/LOG.md)."""
+    return outputs * inputs >= LEAST_FP8_WIDTH * (outputs + inputs)
+
+
 def touched_experts(model: ModelConfig, tokens: int) -> float:
     """Experts that some of so many tokens pass, where each picks any of them alike: their expected number."""
     return model.experts * (1 - (1 - model.experts_per_token / model.experts) ** tokens) if model.experts else 0.0
@@ -232,6 +242,7 @@ def count_parameters(model: ModelConfig) -> Parameters:
     blocks = {"attention": 0, "mlp": 0, "": 0}
     for weight in layer_weights(model):
         blocks[weight.block] += weight.parameters
+    dense = model.of_layer(model.dense_layers[0]) if model.dense_layers else model
     return Parameters(
         token_embedding=outside["token_embedding"],
         position_embedding=outside.get("position_embedding", 0),
@@ -241,8 +252,7 @@ def count_parameters(model: ModelConfig) -> Parameters:
         layers=model.layers,
         final_norm=outside.get("final_norm", 0),
         output=outside.get("output", 0),
-        apart=model.dense_of((model.layers,))[0]
-        * (sum(weight.parameters for weight in layer_weights(model.kinds[-1])) - sum(blocks.values())),
+        apart=len({*model.dense_layers}) * (sum(w.parameters for w in layer_weights(dense)) - sum(blocks.values())),
     )
 
 
@@ -271,26 +281,29 @@ class Shards(NamedTuple):
     """Of `layer`, those that some other ranks have too: key and value heads fewer than ranks."""
     embeddings: int
     """Token and position tables."""
+    embeddings_replicated: int
     head: int
     """Final norm and output projection; the projection of a tied model is in `embeddings`."""
+    head_replicated: int
     tied_head: int
     """What a last stage apart from the first holds of a tied output projection."""
-    experts: int
+    experts: int = 0
     """Of `layer`, those of experts, some of which each of several replicas holds."""
-    dense_layer: int
-    """Of a layer without experts, where others have some."""
 
-    def held(self, layers: int, first: bool, last: bool, dense: int = 0) -> RankParameters:
+    def held(self, layers: int, first: bool, last: bool) -> RankParameters:
         """The same as `stage`, experts apart."""
-        experts = (layers - dense) * self.experts
-        return RankParameters(self.stage(layers, first, last, dense) - experts, experts)
+        experts = layers * self.experts
+        return RankParameters(self.stage(layers, first, last) - experts, experts)
 
-    def stage(self, layers: int, first: bool, last: bool, dense: int = 0) -> int:
-        """Parameters of a stage with so many layers, of which so many are dense: the first has the embeddings, the last
-        the output; a tied one is on both where these are two."""
+    def stage(self, layers: int, first: bool, last: bool) -> int:
+        """Parameters of a stage with so many layers: the first has the embeddings, the last the output; a tied one is
+        on both where these are two."""
         tied = self.tied_head if last and not first else 0
-        routed = (layers - dense) * self.layer
-        return routed + dense * self.dense_layer + first * self.embeddings + last * self.head + tied
+        return layers * self.layer + first * self.embeddings + last * self.head + tied
+
+    def replicated(self, layers: int, first: bool, last: bool) -> int:
+        """Of a stage's parameters, what tensor parallelism does not split: norms, biases after a sum, positions."""
+        return layers * self.layer_replicated + first * self.embeddings_replicated + last * self.head_replicated
 
 
 def shard_parameters(model: ModelConfig, tp: int, ep: int = 1, expert_tp: int = 0) -> Shards:
@@ -302,10 +315,11 @@ def shard_parameters(model: ModelConfig, tp: int, ep: int = 1, expert_tp: int = 
         layer_replicated=sum(weight.replicated() for weight in layer if not (weight.is_routed and ep > 1)),
         layer_repeated=sum(weight.repeated(tp) for weight in layer),
         embeddings=sum(weight.held(tp) for weight in before),
+        embeddings_replicated=sum(weight.replicated() for weight in before),
         head=sum(weight.held(tp) for weight in after),
+        head_replicated=sum(weight.replicated() for weight in after),
         tied_head=output_weight(model).held(tp) if model.tied else 0,
         experts=mine if ep > 1 else 0,
-        dense_layer=sum(weight.held(tp) for weight in layer_weights(model.kinds[-1])) if model.dense_layers else 0,
     )
 
 
@@ -313,6 +327,12 @@ def shard_parameters(model: ModelConfig, tp: int, ep: int = 1, expert_tp: int = 
 
 SLICED = "how even a sequence is, is a product of two means over all its tokens, and slices of it pass one by one"
 """Why `balance_loss` does not go with slices of sequences."""
+
+
+def require_modelled(model: ModelConfig) -> None:
+    """Refuse to predict what the arithmetic of a layer's work leaves out: layers that are not all alike."""
+    if model.dense_layers:
+        raise UsageError("dense_layers: time and memory of layers that differ are not modelled yet; train and measure")
 
 
 def why_not_ep(model: ModelConfig, ep: int) -> str | None:

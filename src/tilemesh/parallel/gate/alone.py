@@ -23,6 +23,7 @@ from tilemesh.kernels.lowbit.codes import quantize
 from tilemesh.kernels.lowbit.formats import parse_scheme
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.dropout import DropoutPlace, fold_seed
+from tilemesh.model.eight_bits import EightBits
 from tilemesh.model.kinds import Adapted, Masked, Rounded, few_bits, projections, put
 from tilemesh.model.linear import ACTIVATIONS, Linear, as_kind
 from tilemesh.model.loss import IGNORED, loss_sum
@@ -101,6 +102,8 @@ def compress_all(model: nn.Module, words: str) -> None:
             continue
         if below == "masked":
             layer = as_kind(layer, Masked(block=(2, 4), sparsity=0.5))
+        elif below.startswith("by fp8 "):
+            layer = as_kind(layer, EightBits(by=below.removeprefix("by fp8 ")))  # type: ignore[arg-type]
         elif below.startswith("rounded "):
             layer = as_kind(layer, Rounded(scheme=parse_scheme(below.removeprefix("rounded "))))
         elif below:
