@@ -47,7 +47,7 @@ def test_a_compiled_layer_has_the_gradients_of_a_cpu(by):
         layer = Linear(2048, 1024, False, kind=EightBits(by=by), dtype=torch.bfloat16, device=device)
         with torch.no_grad():
             layer.weight.copy_(weight)
-        own = x.to(device).requires_grad_()
+        own = x.detach().clone().to(device).requires_grad_()
         run = torch.compile(layer) if device == "cuda" else layer
         y = run(own)
         y.backward(grad.to(device))

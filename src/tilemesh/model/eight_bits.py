@@ -144,26 +144,26 @@ class EightBits(DenseMatrix):
         return _Agreements(of_inputs, of_inputs, of_outputs, of_outputs)
 
 
-def in_8_bits(config: ModelConfig) -> list[str]:
+def in_8_bits(config: ModelConfig, by: Fp8Scales) -> list[str]:
     """Names of the matrices that are multiplied in 8 bits."""
     return [
         f"layers.{layer}.{weight.name}"
         for layer in range(config.layers)
         for weight in layer_matrices(config.of_layer(layer))
-        if not weight.is_routed and is_wide_for_fp8(weight.outputs, weight.inputs)
+        if not weight.is_routed and is_wide_for_fp8(weight.outputs, weight.inputs, by)
     ]
 
 
 def multiply_in_8_bits(model: Transformer, by: Fp8Scales) -> None:
     """Let the matrices of a model's layers that gain by it be multiplied in 8 bits."""
     dense = {name for name, layer in projections(model) if isinstance(layer.kind, DenseMatrix)}
-    put_kinds(model, dict.fromkeys(dense.intersection(in_8_bits(model.config)), EightBits(by=by)))
+    put_kinds(model, dict.fromkeys(dense.intersection(in_8_bits(model.config, by)), EightBits(by=by)))
 
 
-def fp8_words(config: ModelConfig, device: torch.device) -> str:
+def fp8_words(config: ModelConfig, by: Fp8Scales, device: torch.device) -> str:
     """What a run says of its products."""
     of = sum(len(layer_matrices(config.of_layer(layer))) for layer in range(config.layers))
-    count = len(in_8_bits(config))
+    count = len(in_8_bits(config, by))
     words = f"fp8: products with {count} of the layers' {of} matrices take 8 bits"
     words += ", the others are too narrow to gain by it" if count < of else ""
     return words + ("; a CPU emulates them, slower than 16 bits" if device.type == "cpu" else "")

@@ -158,7 +158,8 @@ def _offloading(result: SearchResult, best: Prediction) -> str:
 def _in_fp8(result: SearchResult, best: Prediction) -> str:
     """What products in 8 bits would gain, or which of them those are."""
     if best.plan.precision == "fp8":
-        narrow = [w.words for w in layer_matrices(result.model) if not is_wide_for_fp8(w.outputs, w.inputs)]
+        scales, matrices = best.plan.fp8_scales, layer_matrices(result.model)
+        narrow = [w.words for w in matrices if not is_wide_for_fp8(w.outputs, w.inputs, scales)]
         casts = f", {', '.join(narrow)} too, whose casts would take longer than their products save" if narrow else ""
         return f"In fp8 the layers' products take 8 bits; the head and attention stay in 16{casts}."
     if "fp8" not in result.cluster.device.peak_flops_per_s or best.plan.precision != "bf16-master":

@@ -218,7 +218,9 @@ def _train_on(task: RankTask, comm: Communicator, seat: Seat | None = None) -> R
     slow = warning(config.plan.precision, device)
     if comm.rank == 0:
         say(_headline(config, loop.mesh, lessons.words(), device))
-        narrow = fp8_words(config.model, device) if config.plan.precision == "fp8" else ""
+        narrow = ""
+        if config.plan.precision == "fp8":
+            narrow = fp8_words(config.model, config.plan.fp8_scales, device)
         for note in filter(None, (lessons.notes(), slow, narrow)):
             say(note)
     with contextlib.closing(lessons):

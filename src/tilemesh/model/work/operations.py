@@ -189,7 +189,8 @@ def _product(model: ModelConfig, weights: list[Weight], task: Task) -> Product:
     outputs = sum(weight.shape(tp)[0] for weight in weights)
     name, inputs = ", ".join(weight.words for weight in weights), weights[0].shape(tp)[1]
     if not is_routed:
-        is_fp8 = task.is_fp8 and is_wide_for_fp8(sum(weight.outputs for weight in weights), weights[0].inputs)
+        width = sum(weight.outputs for weight in weights)
+        is_fp8 = task.is_fp8 and is_wide_for_fp8(width, weights[0].inputs, task.fp8_scales)
         return Product(name, 1, task.tokens, outputs, inputs, task.dtype, fp8=is_fp8)
     rows, used = busiest_rows(model, task), local_experts(model, task)
     return Product(f"{name} of {used} experts", used, -(-rows // used), outputs, inputs, task.dtype, fp8=task.is_fp8)

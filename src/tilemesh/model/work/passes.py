@@ -120,7 +120,8 @@ def _narrowed(model: ModelConfig, task: Task) -> tuple[MemoryPass, MemoryPass]:
     for (_, _, is_routed), group in itertools.groupby(matrices, key=lambda w: (w.block, w.split, w.is_routed)):
         tp, rows = (task.ranks_per_expert, busiest_rows(model, task)) if is_routed else (task.tp, task.tokens)
         weights = list(group)
-        if not is_routed and not is_wide_for_fp8(sum(weight.outputs for weight in weights), weights[0].inputs):
+        width = sum(weight.outputs for weight in weights)
+        if not is_routed and not is_wide_for_fp8(width, weights[0].inputs, task.fp8_scales):
             continue
         shapes = [weight.shape(tp) for weight in weights]
         entering += rows * shapes[0][1]

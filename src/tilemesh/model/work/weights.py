@@ -10,11 +10,12 @@ D width, Q width of all queries, K width of all keys, F hidden width of the MLP,
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from tilemesh.core.errors import UsageError
-from tilemesh.core.plan import ContextExchange, ParallelPlan
+from tilemesh.core.plan import ContextExchange, Fp8Scales, ParallelPlan
 from tilemesh.core.sequence import ranks_sharing_heads
 from tilemesh.core.step.book import is_listed
 from tilemesh.model.config import ModelConfig
@@ -137,13 +138,13 @@ def active_matrices(model: ModelConfig) -> tuple[Weight, ...]:
     return tuple(weight for weight in layer_matrices(model) if weight.expert < max(1, model.experts_per_token))
 
 
-LEAST_FP8_WIDTH = 640
+LEAST_FP8_WIDTH: Mapping[Fp8Scales, int] = {"tensor": 600, "row": 900}
 
 
-def is_wide_for_fp8(outputs: int, inputs: int) -> bool:
+def is_wide_for_fp8(outputs: int, inputs: int, scales: Fp8Scales = "tensor") -> bool:
     """Whether products in 8 bits save more than the casts of what they take and give cost: the first grows with
     outputs x inputs, the second with their sum. MEASURED on an H200 with 16,384 tokens (docs/kernels/LOG.md)."""
-    return outputs * inputs >= LEAST_FP8_WIDTH * (outputs + inputs)
+    return outputs * inputs >= LEAST_FP8_WIDTH[scales] * (outputs + inputs)
 
 
 def touched_experts(model: ModelConfig, tokens: int) -> float:
