@@ -34,6 +34,7 @@ from tilemesh.graph.joining import joined_products
 from tilemesh.graph.lower import NotServedError, apart, lower
 from tilemesh.graph.opaque import Strides, laid, traced_strides
 from tilemesh.graph.recorded import reason_against, recorded, waits_for_host
+from tilemesh.graph.recurrent import with_layers
 from tilemesh.graph.regions import fused
 from tilemesh.graph.rewrite import Applied
 from tilemesh.graph.rotations import with_rotations
@@ -120,7 +121,7 @@ class Backend:
         # Processes that compile kernels start while torch traces the backward pass. torch would compile the backward
         # program when it is first run; compiled here, its kernels are made beside the forward program's.
         with AheadCompilers(None if way == "triton" else 0) as self.ahead, _backward_at_once(way):
-            return compiling(module, inputs, **options)
+            return compiling(with_layers(module), inputs, **options)
 
     def _recorded(
         self, module: fx.GraphModule, inputs: Sequence[Any], way: str | None, kind: str, known: dict[str, bool]
