@@ -23,6 +23,7 @@ from tilemesh.graph.ir import Graph, Node, users
 from tilemesh.graph.kernel_call import KernelCall, embedding_gradient, kernel_of
 from tilemesh.graph.opaque import InputSlot, Laid, LayCall, Strides, operator_of, traced_strides, with_lays
 from tilemesh.graph.ops import COMPARISONS, FLOATS, primitive
+from tilemesh.graph.recurrent import layer_with_workspace
 from tilemesh.graph.rewrite import number_of
 from tilemesh.graph.size import numbers
 from tilemesh.kernels.launch.tensors import read_device
@@ -202,15 +203,11 @@ class _SourceWriter:
             return row.code.format(x=names[0], y=names[1], sign=sign)
         if node.op in ("maximum", "minimum") and any(self._number(value) for value in node.inputs):
             return self._clamped(node)
-        if node.op == "reshape":
-            return f"{names[0]}.reshape({list(numbers(node.shape))})"
-        if node.op == "transpose":
-            return f"{names[0]}.permute({list(node['order'])})"
+        if node.op in _TEXT:
+            return _TEXT[node.op](node, *names)
         if row.torch:
             name = "mm" if node.op == "dot" and len(node.shape) == 2 else row.torch
             return f"torch.{name}({', '.join(names)})"
-        if node.op == "concat":
-            return f"torch.cat([{', '.join(names)}], {node['dim']})"
         if node.op == "item":
             return f"{names[0]}[{node['index']}]"
         if node.op == "opaque":
@@ -252,6 +249,8 @@ class _SourceWriter:
         target = operator_of(node["target"])
         if target is torch.ops.aten.embedding_dense_backward.default and self.device.type == "cuda":
             target = embedding_gradient
+        if target is torch.ops.aten.mkldnn_rnn_layer.default and node["args"][-1] is True:
+            target = layer_with_workspace
         words = [self._argument(value, node) for value in node["args"]]
         words += [f"{name}={self._argument(value, node)}" for name, value in node["kwargs"]]
         return f"{self._held(target, 'f')}({', '.join(words)})"
@@ -264,6 +263,52 @@ class _SourceWriter:
         if value is None or isinstance(value, bool | int | str):
             return repr(value)
         return self._held(value, "k")
+
+
+def _slice_text(node: Node, x: str) -> str:
+    """Cuts of neighbours as views of one dim after the other, which torch makes faster than it reads an index."""
+    cuts = zip(node["start"], node["stop"], node["step"], node.inputs[0].shape, strict=True)
+    text = x
+    for dim, (start, stop, step, size) in enumerate(cuts):
+        if step != 1:
+            text += f"[{'slice(None), ' * dim}{start}:{stop}:{step}]"
+        elif (start, stop) != (0, size):
+            text += f".narrow({dim}, {start}, {stop - start})"
+    return text
+
+
+def _broadcast_text(node: Node, x: str) -> str:
+    shape, dims = numbers(node.shape), node["dims"]
+    if list(dims) != sorted(dims):
+        x += f".permute({[dims.index(dim) for dim in sorted(dims)]})"
+    for dim in range(len(shape)):
+        x += f".unsqueeze({dim})" if dim not in dims else ""
+    return f"{x}.expand({list(shape)})"
+
+
+def _take_text(node: Node, table: str, index: str) -> str:
+    """Rows of a table. An index counts from 0: indexing would take a negative one from the end."""
+    if len(node.inputs[1].shape) == 1:
+        return f"{table}.index_select(0, {index})"
+    return f"{table}.index_select(0, {index}.reshape(-1)).reshape({list(numbers(node.shape))})"
+
+
+def _sum_text(node: Node, x: str) -> str:
+    return f"torch.sum({x}, {list(node['dims'])})" + ("" if node.dtype in FLOATS else f".to({dtype_of(node.dtype)})")
+
+
+# Operators whose call is written out: what a function of `by_torch` reads from a node, it reads in every call.
+_TEXT: dict[str, Callable[..., str]] = {
+    "reshape": lambda node, x: f"{x}.reshape({list(numbers(node.shape))})",
+    "transpose": lambda node, x: f"{x}.permute({list(node['order'])})",
+    "concat": lambda node, *xs: f"torch.cat([{', '.join(xs)}], {node['dim']})",
+    "cast": lambda node, x: f"{x}.to({dtype_of(node.dtype)})",
+    "amax": lambda node, x: f"torch.amax({x}, {list(node['dims'])})",
+    "sum": _sum_text,
+    "slice": _slice_text,
+    "broadcast": _broadcast_text,
+    "take": _take_text,
+}
 
 
 def _evaluated(node: Node, device: torch.device, *inputs: Any) -> Any:

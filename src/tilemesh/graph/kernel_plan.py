@@ -197,9 +197,12 @@ def reordered(body: Graph, strides: Sequence[Sequence[int]]) -> tuple[Graph, tup
     whole = [own for node, own in zip(body.inputs, strides, strict=True) if node.shape == shape]
     if not whole or any(node.shape != shape for node in body.outputs):
         return None
-    order = tuple(sorted(range(len(shape)), key=lambda dim: (-whole[0][dim], dim)))
-    if order == tuple(range(len(shape))) or whole[0][order[-1]] != 1 or 0 in whole[0]:
+    # Where a dim of size 1 lies means nothing: it comes first.
+    long = sorted((dim for dim, size in enumerate(shape) if size != 1), key=lambda dim: (-whole[0][dim], dim))
+    steps = [whole[0][dim] for dim in long]
+    if long == sorted(long) or steps[-1] != 1 or 0 in steps:
         return None
+    order = (*(dim for dim, size in enumerate(shape) if size == 1), *long)
     new: dict[Node, Node] = {}
     for node in body.nodes():
         source = swapped_source(node)
