@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from tilemesh.graph.emit import Emitted, program
 from tilemesh.graph.generated import server, way_for
 from tilemesh.graph.ir import Graph, Node
 from tilemesh.graph.joining import joined_products
-from tilemesh.graph.lower import NotServedError, apart, lower
+from tilemesh.graph.lower import Lowered, NotServedError, apart, lower
 from tilemesh.graph.opaque import Strides, laid, traced_strides
 from tilemesh.graph.recorded import reason_against, recorded, waits_for_host
 from tilemesh.graph.recurrent import with_layers
@@ -39,6 +39,7 @@ from tilemesh.graph.regions import fused
 from tilemesh.graph.rewrite import Applied
 from tilemesh.graph.rotations import with_rotations
 from tilemesh.graph.rules import ALGEBRA, simplify
+from tilemesh.graph.sized import Sizes, SymbolReader, generalised, joined_text
 from tilemesh.graph.templates import with_products, with_rows
 
 
@@ -164,10 +165,16 @@ class Backend:
         return run
 
     def _by_sizes(self, module: fx.GraphModule, way: str | None) -> Callable[[list[Any]], Any]:
-        """One program for each combination of sizes that is seen: kernels and plans need sizes that are known."""
+        """One program for all sizes where there is one (`sized.py`), else one for each combination that is seen."""
         programs: dict[tuple[Any, ...], Callable[[list[Any]], Any]] = {}
+        general: list[Callable[[list[Any]], Any] | None] = []
 
         def run(inputs: list[Any]) -> Any:
+            if not general:
+                general.append(self._sized(module, inputs, way))
+            whole = general[0]
+            if whole is not None and all(value > 1 for value in inputs if type(value) is int):
+                return whole(inputs)
             sizes = tuple(
                 (tuple(value.shape), value.stride()) if isinstance(value, torch.Tensor) else value for value in inputs
             )
@@ -182,18 +189,74 @@ class Backend:
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
+    def _sized(
+        self, module: fx.GraphModule, inputs: Sequence[Any], way: str | None
+    ) -> Callable[[list[Any]], Any] | None:
+        """The program for all sizes, where the programs for a few made-up ones differ in nothing else."""
+        if way not in (None, "c"):
+            return None  # Triton's kernels have their sizes as constants
+        began = time.perf_counter()
+        try:
+            symbols = SymbolReader(module)
+            for made_up in symbols.instances(symbols.read(inputs)):
+                with suppress(Exception):  # what a table or a guard does not let be, the sizes below may
+                    run, written = _general_program(module, symbols, made_up, way)
+                    count = sum(node.op == "call_function" for node in module.graph.nodes)
+                    took = time.perf_counter() - began
+                    self.report.pieces.append(Compiled(count, written.run.graph, written.steps, took))
+                    return run
+        except NotServedError:
+            pass
+        return None
+
     def _specialised(self, module: fx.GraphModule, inputs: list[Any], way: str | None) -> Callable[[list[Any]], Any]:
         """The program for the sizes of these inputs."""
-
-        def at_these_sizes(*tensors: torch.Tensor) -> Any:
-            given = iter(tensors)
-            return module.forward(*[next(given) if isinstance(value, torch.Tensor) else value for value in inputs])
-
-        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-        with torch.no_grad():
-            static = make_fx(at_these_sizes, tracing_mode="fake")(*tensors)
+        static, tensors = _at_sizes(module, inputs)
         with AheadCompilers(None if way == "triton" else 0) as self.ahead:
             return self._compile(static, tensors, way)
+
+
+def _at_sizes(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, list[Any]]:
+    """A piece with the sizes of these inputs as numbers, and the tensors among the inputs, which are all that it
+    takes."""
+
+    def at_these_sizes(*tensors: torch.Tensor) -> Any:
+        given = iter(tensors)
+        return module.forward(*[next(given) if isinstance(value, torch.Tensor) else value for value in inputs])
+
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    with torch.no_grad():
+        return make_fx(at_these_sizes, tracing_mode="fake")(*tensors), tensors
+
+
+def _general_program(
+    module: fx.GraphModule, symbols: SymbolReader, made_up: Sequence[Sizes], way: str | None
+) -> tuple[Callable[[list[Any]], Any], _Written]:
+    """One function for all sizes, and the first of the programs that it was found from."""
+    programs = [_written(*_at_sizes(module, symbols.inputs_at(sizes)), way, kernels=False) for sizes in made_up]
+    first = programs[0]
+    if any(each.lowered.held or each.kept != first.kept for each in programs):
+        raise NotServedError("a piece that holds tensors")
+    function = generalised([each.run for each in programs], made_up)
+    numbers = [
+        None if isinstance(values[0], Node) else joined_text([repr(value) for value in values], made_up)
+        for values in zip(*(each.lowered.returned for each in programs), strict=True)
+    ]
+    names = ", ".join(f"n{place}" for place in range(len(made_up[0])))
+    returned = eval(f"lambda {names}: [{', '.join(str(text) for text in numbers)}]")
+
+    def run(inputs: list[Any]) -> tuple[Any, ...]:
+        sizes = symbols.read(inputs)
+        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+        inputs.clear()
+        outputs = function(tensors, *sizes)
+        return tuple(
+            outputs[place] if place is not None else value
+            for place, value in zip(first.kept, returned(*sizes), strict=True)
+        )
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run, first
 
 
 def _backward_at_once(way: str | None) -> AbstractContextManager[Any]:
@@ -243,23 +306,44 @@ def compiled(
 ) -> tuple[Callable[[list[Any]], Any], Graph, Graph, Sequence[Applied], Sequence[Any]]:
     """A traced module as a boxed function (it may free its inputs), its graph before and after, the rewrites, and the
     tensors that it holds. kind: forward, backward or inference."""
+    written = _written(module, inputs, way, ahead, kind)
+    run, kept = written.run, written.kept
+    if _returns(kind) is not None:
+        _tell_strides([run.strides[place] if run.strides and place is not None else None for place in kept])
+    extra = list(written.lowered.held.values())
+    boxed = _boxed(run, extra, kept, written.lowered.returned)
+    return boxed, written.lowered.graph, run.graph, written.steps, extra
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A traced module as a program: from what, by which rewrites, and which of its results is which of the module's;
+    None: one that is no tensor."""
+
+    run: Emitted
+    lowered: Lowered
+    steps: Sequence[Applied]
+    kept: list[int | None]
+
+
+def _written(
+    module: fx.GraphModule, inputs: Sequence[Any], way: str | None, ahead: AheadCompilers | None = None,
+    kind: str = "inference", kernels: bool = True,
+) -> _Written:  # fmt: skip
     lowered = lower(module, kernels=way is not None)
     better, steps = simplify(lowered.graph, ALGEBRA)
     better, _ = joined_products(better)
-    returned, returns = lowered.returned, _returns(kind)
-    nodes = iter(range(len(returned)))
-    kept = [next(nodes) if isinstance(value, Node) else None for value in returned]
+    nodes = iter(range(len(lowered.returned)))
+    kept = [next(nodes) if isinstance(value, Node) else None for value in lowered.returned]
     # A forward program's own results lie as in eager; what it leaves for the backward one lies as it comes.
-    own = len([place for place in kept[:returns] if place is not None])
+    own = len([place for place in kept[: _returns(kind)] if place is not None])
     strides = [*lowered.strides[:own], *[None] * (len(lowered.strides) - own)]
     better = apart(better, lowered.made, lowered.strides)
     if way is not None:
         better = as_kernels(better, way)
-    extra = list(lowered.held.values())
-    run = program(better, _device(inputs), [*inputs, *extra], way, ahead, strides)
-    if returns is not None:
-        _tell_strides([run.strides[place] if run.strides and place is not None else None for place in kept])
-    return _boxed(run, extra, kept, returned), lowered.graph, run.graph, steps, extra
+    given = [*inputs, *lowered.held.values()]
+    run = program(better, _device(inputs), given, way, ahead, strides, kernels=kernels)
+    return _Written(run, lowered, steps, kept)
 
 
 def _returns(kind: str) -> int | None:

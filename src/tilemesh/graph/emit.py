@@ -39,13 +39,13 @@ class Emitted:
     inputs: tensors, real or fake, with the strides that calls will have; without them, rows one after the other.
     results: the strides that outputs shall have; None: any. `graph` is what runs: with a `lay` node where a value has
     other strides than its reader needs. Where `inputs` are known, that is decided here; otherwise in each call.
-    `strides` are those that outputs then have.
+    `strides` are those that outputs then have. kernels: whether they are compiled, so that it can run.
     """
 
     def __init__(
         self, graph: Graph, device: torch.device, inputs: Sequence[Any] | None = None, way: str | None = None,
         ahead: AheadCompilers | None = None, results: Sequence[Strides | None] | None = None,
-        exchange: Exchange | None = None,
+        exchange: Exchange | None = None, kernels: bool = True,
     ) -> None:  # fmt: skip
         self.exchange = exchange
         self.device, self.way = device, way or way_for(device)
@@ -60,7 +60,7 @@ class Emitted:
                 self.strides = [traced_strides(value) for value in outputs]
         if inputs is not None and not all(call.copied for call in lays):
             self._write(graph, results, {lays[call] for call in lays if call.copied})
-        if self.regions:
+        if self.regions and kernels:
             if self.way is None:
                 raise UsageError(f"a graph with regions on {device}, where nothing compiles kernels")
             prepare(self.regions, device, self.way, ahead)
@@ -89,11 +89,11 @@ class Emitted:
 def program(
     graph: Graph, device: torch.device | str = "cpu", inputs: Sequence[Any] | None = None, way: str | None = None,
     ahead: AheadCompilers | None = None, results: Sequence[Strides | None] | None = None,
-    exchange: Exchange | None = None,
+    exchange: Exchange | None = None, kernels: bool = True,
 ) -> Emitted:  # fmt: skip
     """A graph as a function. way: how regions are computed; ahead: processes that compile Triton kernels; results: the
     strides that outputs shall have; exchange: the function of a node that ranks compute together."""
-    return Emitted(graph, read_device(device), inputs, way, ahead, results, exchange)
+    return Emitted(graph, read_device(device), inputs, way, ahead, results, exchange, kernels)
 
 
 def examples(graph: Graph, device: torch.device) -> list[Any]:

@@ -70,7 +70,7 @@ class CWriter(KernelWriter):
             self.say("int most = omp_get_max_threads();")
         for place in range(len(self.sums)):
             self.say(f"double* total{place} = calloc((size_t)most * {columns}, 8);")
-        self.say(f"#pragma omp parallel if({int(rows * columns > PARALLEL)})")
+        self.say(f"#pragma omp parallel if((int64_t){rows} * {columns} > {PARALLEL})")
         self.say("{")
         for node, name in self.buffers.items():
             kind = _COMPUTED[node.dtype]
@@ -79,7 +79,7 @@ class CWriter(KernelWriter):
             self.say(f"double* restrict sum{place} = total{place} + (size_t)omp_get_thread_num() * {columns};")
         self.say("#pragma omp for schedule(static)")
         if rows == 1 and not self.plan.reduces:
-            self.say(f"for (int64_t block = 0; block < {-(-columns // BLOCK)}; block++) {{")
+            self.say(f"for (int64_t block = 0; block < ({columns} + {BLOCK - 1}) / {BLOCK}; block++) {{")
             self.say("const int64_t row = 0;")
             self.say(f"const int64_t begin = block * {BLOCK};")
             self.say(f"const int64_t end = begin + {BLOCK} < {columns} ? begin + {BLOCK} : {columns};")
@@ -194,15 +194,25 @@ def write_kernels(plans: Sequence[KernelPlan]) -> tuple[str, list[str]]:
 def load_kernels(plans: Sequence[KernelPlan]) -> list[Any]:
     """The kernels of these plans, compiled or taken from the cache."""
     text, names = write_kernels(plans)
+    library = load_library(text)
+    return [
+        kernel_function(library, name, len(plan.body.inputs) + len(plan.body.outputs))
+        for plan, name in zip(plans, names, strict=True)
+    ]
+
+
+def load_library(text: str) -> ctypes.CDLL:
+    """The library of kernels with this text."""
     whole = (files("tilemesh.graph") / "kernel_math.h").read_text() + text
-    library = ctypes.CDLL(str(build_library("graph", whole, _OPTIONS, [*_openmp(), "-lm"])))
-    functions = []
-    for plan, name in zip(plans, names, strict=True):
-        function = library[name]
-        function.restype = None
-        function.argtypes = [ctypes.c_void_p] * (len(plan.body.inputs) + len(plan.body.outputs))
-        functions.append(function)
-    return functions
+    return ctypes.CDLL(str(build_library("graph", whole, _OPTIONS, [*_openmp(), "-lm"])))
+
+
+def kernel_function(library: ctypes.CDLL, name: str, tensors: int, sizes: int = 0) -> Any:
+    """A kernel of a library, called with the addresses of its tensors and the sizes that its text leaves open."""
+    function = library[name]
+    function.restype = None
+    function.argtypes = [ctypes.c_void_p] * tensors + [ctypes.c_int64] * sizes
+    return function
 
 
 def _openmp() -> list[str]:
