@@ -34,6 +34,14 @@ class Branching(nn.Module):
 def make():
     return nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Softmax(-1)), [torch.randn(8, 4)]
 
+class Ending(nn.Module):
+    def forward(self, x):
+        y = torch.tanh(x)
+        return y.sum().item()
+
+def ending():
+    return Ending(), [torch.ones(3, 4)]
+
 def branching():
     return Branching(), [torch.ones(3, 4)]
 """
@@ -109,6 +117,10 @@ def test_a_break_is_listed_with_its_line(file: Path, capsys: pytest.CaptureFixtu
     assert ".item()" in said
     assert main(["graph", "breaks", f"{file}:make"]) == 0
     assert "1 pieces, 0 breaks" in capsys.readouterr().out
+    assert main(["graph", "breaks", f"{file}:ending"]) == 0  # nothing follows the cut
+    first, *listed = capsys.readouterr().out.splitlines()
+    assert first.startswith("1 pieces, 1 breaks")
+    assert len([line for line in listed if line[0].isdigit()]) == 1
 
 
 @pytest.mark.parametrize(
