@@ -28,9 +28,8 @@ def breaks(options: BreaksOptions) -> None:
             explained = torch._dynamo.explain(model)(*inputs)
     except Exception as error:
         raise RunError(f"the model fails with these inputs: {tracing_failure(error)}") from error
-    cuts = explained.break_reasons  # torch's own count is of pieces less one: nothing may follow the last cut
-    print(f"{explained.graph_count} pieces, {len(cuts)} breaks, {explained.op_count} operators")
-    for number, cut in enumerate(cuts):
+    print(f"{explained.graph_count} pieces, {len(explained.break_reasons)} breaks, {explained.op_count} operators")
+    for number, cut in enumerate(explained.break_reasons):
         where = cut.user_stack[-1] if cut.user_stack else None
         line = f"{Path(where.filename).name}:{where.lineno}" if where else "unknown line"
         reason = str(cut.reason).strip().splitlines()
