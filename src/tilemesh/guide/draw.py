@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from tilemesh.core.files import write_text
-from tilemesh.guide import attention, programs, stale, strategies
+from tilemesh.guide import attention, overview, programs, stale, strategies
 from tilemesh.guide.book import PARTS
 
 
@@ -14,7 +14,7 @@ def every_figure() -> dict[str, str]:
     """All drawings by their path below `docs/guide`: those of the chapters, and those of no chapter."""
     drawn = {f"{part.folder}/{name}": text for part in PARTS for name, text in part.figures().items()}
     others = programs.figures() | attention.figures() | stale.figures() | strategies.figures()
-    return drawn | {f"figures/{name}": text for name, text in others.items()}
+    return drawn | overview.figures() | {f"figures/{name}": text for name, text in others.items()}
 
 
 def write_figures(folder: Path) -> list[Path]:
