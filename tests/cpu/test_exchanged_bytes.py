@@ -95,6 +95,7 @@ UNTIED = ModelConfig(
     layers=5, width=16, heads=4, kv_heads=1, mlp_width=24, vocabulary=18, context=TOKENS, norm="rmsnorm",
     positions="rotary", activation="swiglu", biases=False, tied=False,
 )  # fmt: skip
+MIXED = UNTIED.replace(experts=2, experts_per_token=1, dense_layers=(0, 3), dense_width=32, qk_norm="head")
 LISTED: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
     # Every schedule, with ZeRO-3 over two replicas: what its list gathers and sums, each way of placing chunks.
     **{
@@ -110,6 +111,10 @@ LISTED: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
     "one stage recomputes": (
         TIED, {"schedule": "1f1b", "tp": 2, "recompute": "full", "recompute_every": 2, "recompute_stages": (0,)},
     ),
+    "some layers without experts": (
+        MIXED, {"schedule": "1f1b", "tp": 2, "dp": 2, "zero": 2, "recompute": "full", "recompute_every": 2},
+    ),
+    "no pipeline, some layers without experts": (MIXED, {"pp": 1, "tp": 2, "dp": 2, "zero": 3}),
     "four stages": (TIED, {"schedule": "chimera", "pp": 4}),
     "no pipeline, a tied table, ZeRO-3": (TIED, {"pp": 1, "dp": 2, "zero": 3, "tp": 2, "sequence_parallel": True}),
     "no pipeline, groups of replicas": (UNTIED, {"pp": 1, "dp": 4, "zero": 1, "zero_group": 2, "tp": 1}),
@@ -129,7 +134,8 @@ def difference(after: dict[str, dict[str, int]], before: dict[str, dict[str, int
 
 SAMPLE = (
     "1f1b", "interleaved", "zb-v", "chimera", "terapipe", "two holders, split layers", "a tied table on both ends",
-    "slices, ZeRO-2", "groups of replicas", "one stage recomputes", "no pipeline, a tied table, ZeRO-3",
+    "slices, ZeRO-2", "groups of replicas", "one stage recomputes", "some layers without experts",
+    "no pipeline, some layers without experts", "no pipeline, a tied table, ZeRO-3",
 )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from tilemesh.model.linear import CodedLinear
 from tilemesh.model.loss import loss
 from tilemesh.model.transformer import Transformer
 from tilemesh.model.work.decoding import SequencePart, least_cost, serving_task
-from tilemesh.model.work.operations import forward_flops, layer_products, layer_work, published_flops
+from tilemesh.model.work.operations import forward_flops, layer_products, published_flops
 from tilemesh.model.work.task import Task
 from tilemesh.model.work.weights import count_parameters, parameter_shapes, touched_experts, why_not
 from tilemesh.parallel.apply import lay
@@ -276,8 +276,6 @@ def test_what_is_no_mixture_is_refused(changes: dict[str, Any], words: str) -> N
 
 
 def test_what_is_not_done_with_experts_yet_is_refused() -> None:
-    with pytest.raises(UsageError, match="dense_layers: time and memory of layers that differ are not modelled yet"):
-        layer_work(MIXED, Task(1, 8, 8))
     with pytest.raises(UsageError, match="cannot quantise a model with experts by a recipe that looks at text"):
         quantize(Transformer(CONFIG), "int4-g8-gptq")
     biased = CONFIG.replace(biases=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,7 @@ from tilemesh.model.work.routing import busiest_rows, imbalance, sent_rows
 from tilemesh.model.work.task import STATE_BYTES, Task
 from tilemesh.model.work.weights import count_parameters, why_not
 from tilemesh.plan.choose import search
+from tilemesh.plan.cut import spread_uneven
 from tilemesh.plan.prediction import Prediction
 from tilemesh.plan.space import Pins
 from tilemesh.plan.speed import group
@@ -51,6 +54,62 @@ def test_states_are_those_of_the_experts_held_cut_over_what_is_left_of_dp(ep: in
     ):
         held = stored if zero >= from_stage else common + experts
         assert getattr(memory, f"{name}_bytes") == size * held
+
+
+MIXED = MIXTRAL.replace(layers=8, dense_layers=(0, 1, 4), dense_width=6144)
+"""Its layers are like those of a model with experts and of one without."""
+
+
+@pytest.mark.parametrize(
+    "settings", [{"dp": 8, "ep": 4, "zero": 1}, {"dp": 4, "tp": 2, "ep": 4, "recompute": "full", "zero": 3},
+                 {"dp": 4, "pp": 2, "ep": 2, "chunk_layers": (5, 3)}]
+)  # fmt: skip
+def test_layers_of_two_kinds_are_predicted_as_those_of_a_model_of_either(settings: dict[str, Any]) -> None:
+    """What a step and a rank need grows by each kind's layer as it does in a model all of whose layers are of it."""
+    settings = {"microbatch": 1, **settings}
+
+    def of(model: ModelConfig, layers: int) -> Prediction:
+        cut = {"chunk_layers": (layers // 2,) * 2} if "pp" in settings else {}
+        own = model.replace(layers=layers, dense_layers=(), dense_width=0)
+        return predicted(own, "8xh100", 1.0, **settings | cut | ({} if own.experts else {"ep": 1}))
+
+    mixed = predicted(MIXED, "8xh100", 1.0, **settings)
+    experts, dense = MIXED.kinds
+    assert [dense.experts, dense.mlp_width, dense.layers] == [0, 6144, 8]
+    if "pp" in settings:  # the first stage has layers 0 to 4, three of which are dense
+        assert mixed.passes is not None
+        each = [of(kind, 8).passes for kind in (experts, dense)]
+        (routed, plain) = ((times.forward_s[0] if times else 0.0) / 4 for times in each)
+        first, last = mixed.passes.forward_s
+        assert first == pytest.approx(2 * routed + 3 * plain, rel=0.01)  # the embedding and a message beside them
+        assert last > 3 * routed
+        return
+    (four, two), (none, less) = ((of(kind, 4), of(kind, 2)) for kind in (experts, dense))
+    for value in (
+        lambda one: one.times.compute_s,
+        lambda one: one.times.recompute_s,
+        lambda one: one.times.ep_s,
+        lambda one: one.memory.weights_bytes + one.memory.gradients_bytes + one.memory.optimizer_bytes,
+        lambda one: one.memory.activations_bytes,
+        lambda one: one.model_flops,
+        lambda one: one.hardware_flops,
+    ):
+        layer, plain = (value(four) - value(two)) / 2, (value(none) - value(less)) / 2
+        assert value(mixed) == pytest.approx(value(four) + layer + 3 * plain, rel=1e-6)
+
+
+def test_a_cut_weighs_layers_of_two_kinds() -> None:
+    """Dense layers that cost little are put together; nothing is heavier than it must be."""
+    light = MIXTRAL.replace(layers=12, dense_layers=tuple(range(6)), dense_width=256)
+    counts = predicted(light, "4xh100", 1.0, pp=4, accumulation=8).chunk_layers
+    assert sum(counts) == 12
+    assert counts[0] > counts[-1]
+    for costs in ((1.0, 3.0, 1.0, 1.0, 2.0), (0.5,) * 7, (4.0, 1.0, 1.0)):
+        for chunks in (1, 2, 3):
+            cuts = [(0, *ends, len(costs)) for ends in itertools.combinations(range(1, len(costs)), chunks - 1)]
+            best = min(max(sum(costs[a:b]) for a, b in itertools.pairwise(cut)) for cut in cuts)
+            found = (0, *itertools.accumulate(spread_uneven(costs, chunks)))
+            assert max(sum(costs[a:b]) for a, b in itertools.pairwise(found)) == pytest.approx(best)
 
 
 def test_rows_that_travel_are_each_tokens_picks() -> None:

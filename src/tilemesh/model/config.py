@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -209,6 +210,22 @@ class ModelConfig:
         """The configuration of a model all of whose layers are as this one is."""
         return _dense(self) if layer in self.dense_layers else self
 
+    @property
+    def kinds(self) -> tuple[ModelConfig, ...]:
+        """Its different `of_layer`: with experts, and where some layers have none (`dense_of`), without."""
+        return (self, _dense(self)) if self.dense_layers else (self,)
+
+    def dense_of(self, counts: Sequence[int]) -> tuple[int, ...]:
+        """Of chunks with so many layers each, from the first on: how many of these are of the second kind."""
+        spans = itertools.pairwise((0, *itertools.accumulate(counts)))
+        return tuple(sum(begin <= layer < end for layer in {*self.dense_layers}) for begin, end in spans)
+
+    @property
+    def layers_by_kind(self) -> tuple[tuple[ModelConfig, int], ...]:
+        """`kinds`, each with how many of all layers are of it."""
+        (dense,) = self.dense_of((self.layers,))
+        return tuple(zip(self.kinds, (self.layers - dense, dense), strict=False))
+
     def window_of(self, layer: int) -> int:
         """How many tokens a token attends to in this layer; 0: all before it."""
         return 0 if layer in self.full_layers else self.window
@@ -305,6 +322,12 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "mixtral-8x7b": {
         "layers": 32, "width": 4096, "heads": 32, "kv_heads": 8, "mlp_width": 14336, "vocabulary": 32000,
         "context": 32768, "rotary_base": 1e6, "experts": 8, "experts_per_token": 2, **_LLAMA,
+    },
+    # Dai et al. 2024 (DeepSeekMoE), table 2 and config.json: the first layer has no experts, others two shared ones.
+    "deepseek-moe-16b": {
+        "layers": 28, "width": 2048, "heads": 16, "mlp_width": 1408, "vocabulary": 102400, "context": 4096,
+        "norm_epsilon": 1e-6, "experts": 64, "experts_per_token": 6, "router_renormalized": False,
+        "shared_width": 2816, "dense_layers": (0,), "dense_width": 10944, **_LLAMA,
     },
     # "Qwen3 Technical Report", table 2, and config.json.
     "qwen3-30b-a3b": {

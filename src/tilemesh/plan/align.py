@@ -230,7 +230,9 @@ class AlignEstimator:
         return round(sum(self._state_bytes(ranks, plan)[1:]) * (1 - self._trained_share()))
 
     def _state_bytes(self, ranks: int, plan: ParallelPlan) -> tuple[int, int, int]:
-        parameters = self.train(ranks).room.shards(plan).stage(-(-self.model.layers // plan.pp), True, plan.pp == 1)
+        layers = -(-self.model.layers // plan.pp)
+        dense = self.model.dense_of((layers,))
+        parameters = self.train(ranks).room.shards(plan).stage(layers, True, plan.pp == 1, *dense)
         return state_bytes(parameters, plan.precision, plan.zero, plan.zero_ranks)
 
     def _trained_share(self) -> float:

@@ -10,7 +10,8 @@ step makes the former once a microbatch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from tilemesh.core.calibration import Rates
@@ -90,6 +91,37 @@ class LayerTimes(NamedTuple):
         return self.scores_s if recompute == "selective" else 0.0
 
 
+def join_layers(parts: Sequence[tuple[int, LayerTimes]]) -> LayerTimes:
+    """So many layers of each kind, one after the other."""
+    first = parts[0][1]
+    forward, backward, scores, between, again, weight = _weighted(
+        (count, (layer.forward_s, layer.backward_s, layer.scores_s, layer.between_s, layer.again_s, layer.weight_s))
+        for count, layer in parts
+    )
+    axes = {}
+    for name in first.axes:
+        mine = [(count, layer.axes[name]) for count, layer in parts]
+        there, repeated, back, split = _weighted(
+            (count, (axis.forward_s, axis.again_s, axis.back_s, axis.split_s)) for count, axis in mine
+        )
+        nbytes, nbytes_back, nbytes_again = _weighted((count, axis.nbytes) for count, axis in mine)
+        axes[name] = AxisTimes(there, repeated, back, split, (nbytes, nbytes_back, nbytes_again))
+    return first._replace(
+        forward_s=forward,
+        backward_s=backward,
+        scores_s=scores,
+        between_s=between,
+        again_s=again,
+        weight_s=weight,
+        axes=axes,
+    )
+
+
+def _weighted(parts: Iterable[tuple[int, tuple[float, ...]]]) -> list[float]:
+    counts, values = zip(*parts, strict=True)
+    return [sum(map(operator.mul, counts, column)) for column in zip(*values, strict=True)]
+
+
 class Chunks(NamedTuple):
     """Seconds of each chunk's passes, backward in two halves, and of sending once.
 
@@ -135,14 +167,19 @@ class Clock:
         self._code = code
         self._imbalance = imbalance
         self._groups: dict[tuple[int, int], RanksOfNodes] = {}
-        self._layers: dict[tuple[object, ...], LayerTimes] = {}
+        self._layers: dict[tuple[object, ...], tuple[LayerTimes, ...]] = {}
 
     def group(self, size: int, stride: int) -> RanksOfNodes:
         if (size, stride) not in self._groups:
             self._groups[size, stride] = group(self.cluster, size, stride)
         return self._groups[size, stride]
 
-    def layer(self, plan: ParallelPlan) -> LayerTimes:
+    def layers(self, plan: ParallelPlan, layers: int = 1, dense: int = 0) -> LayerTimes:
+        """So many layers, of which so many are dense."""
+        return join_layers([*zip((layers - dense, dense), self._kinds(plan), strict=False)])
+
+    def _kinds(self, plan: ParallelPlan) -> tuple[LayerTimes, ...]:
+        """A layer of each of the model's kinds."""
         by_layers = self.is_by_layers(plan)
         key = (
             plan.tp, plan.sequence_parallel, plan.microbatch, plan.attention, plan.precision, by_layers, plan.cp,
@@ -150,7 +187,9 @@ class Clock:
         )  # fmt: skip
         times = self._layers.get(key)
         if times is None:
-            times = self._layers[key] = layer_times(self.model, self.cluster, self.task(plan), self._rates)
+            task = self.task(plan)
+            times = tuple(layer_times(kind, self.cluster, task, self._rates) for kind in self.model.kinds)
+            self._layers[key] = times
         return times
 
     def code(self, plan: ParallelPlan) -> Code:
@@ -174,28 +213,30 @@ class Clock:
             hop += self.group(plan.tp, 1).all_gather_s(plan.tp * sent)
         return hop
 
-    def chunks(self, plan: ParallelPlan, counts: tuple[int, ...], accumulate_s: float) -> Chunks:
-        """Each chunk's passes; `accumulate_s` is what adding up a layer's gradients takes."""
-        layer = self.layer(plan)
+    def chunks(self, plan: ParallelPlan, counts: tuple[int, ...], accumulate_s: Callable[[int, int], float]) -> Chunks:
+        """Each chunk's passes; `accumulate_s` is what adding up the gradients of so many layers, some dense, takes."""
+        pairs = [*zip(counts, self.model.dense_of(counts), strict=True)]
+        spans = {pair: self.layers(plan, *pair) for pair in {*pairs}}
+        layers = [spans[pair] for pair in pairs]
         splits = plan.pp > 1 and plan.pipeline.is_split
-        forward = layer.forward_s + layer.exchange_s
-        inputs = layer.backward_s - layer.weight_s
-        inputs += layer.exchange_back_s(splits)
-        again = layer.recompute_s(plan.repeated)
         stages = plan.placement.directions[0] if plan.recompute_stages else ()
-        repeated = [again * plan.recomputes(stage) for stage in stages] or [again] * len(counts)
-        weights = layer.weight_s + accumulate_s
+        repeats = [plan.recomputes(stage) for stage in stages] or [True] * len(counts)
         hop = self.hop_s(plan) if plan.pp > 1 else 0.0
         sender_waits = self.cluster.device.kind == "cpu" or self.code(plan) == "fused"
         # The ends of the pipeline have nobody to send to.
         sent = hop if sender_waits else 0.0
-        fs = [forward * count + sent for count in counts]
-        bs = [(inputs + more) * count + sent for more, count in zip(repeated, counts, strict=True)]
+        fs = [layer.forward_s + layer.exchange_s + sent for layer in layers]
+        bs = [
+            layer.backward_s - layer.weight_s + layer.exchange_back_s(splits) + again * layer.recompute_s(plan.repeated)
+            for again, layer in zip(repeats, layers, strict=True)
+        ]
+        bs = [back + sent for back in bs]
+        layer = layers[0]
         fs[0] += layer.embedding_s[0] + layer.embedding_exchange_s
         bs[0] += layer.embedding_s[1] - sent
         fs[-1] += layer.head_s[0] + layer.head_exchange_s[0] - sent
         bs[-1] += layer.head_s[1] + layer.head_exchange_s[1]
-        ws = tuple(weights * count for count in counts)
+        ws = tuple(layer.weight_s + accumulate_s(*pair) for layer, pair in zip(layers, pairs, strict=True))
         return Chunks(tuple(fs), tuple(bs), ws, hop, sender_waits, layer.routed)
 
 
@@ -227,7 +268,8 @@ def layer_times(model: ModelConfig, cluster: Cluster, task: Task, rates: Rates |
         # What goes round travels while the keys that are here are attended to: all but the last ones.
         stops = max((along(exchange).ranks for exchange in ring), default=1)
         behind_s = attention_s[backward] * (1 - 1 / stops) if axes[name].hides else 0.0
-        hidden_s = 0.0 if name != "ep" or task.code == "fused" else _beside_s(model, task, axes[name], speed, backward)
+        is_beside = name == "ep" and task.code != "fused" and bool(model.experts)
+        hidden_s = _beside_s(model, task, axes[name], speed, backward) if is_beside else 0.0
         return (
             max(ring_s - behind_s, constants.HIDDEN_COST * ring_s)
             - hidden_s
@@ -274,7 +316,11 @@ def layer_times(model: ModelConfig, cluster: Cluster, task: Task, rates: Rates |
         embedding_s=(speed.seconds(embedding.forward), speed.seconds(embedding.backward)),
         embedding_exchange_s=exchange_s(embedding.exchanges, False) + exchange_s(embedding.exchanges, True),
     )
-    return times if task.ep == 1 else times._replace(routed=_routed(model, task, axes["ep"], speed, times))
+    return (
+        times
+        if task.ep == 1 or not model.experts
+        else times._replace(routed=_routed(model, task, axes["ep"], speed, times))
+    )
 
 
 def _rows_s(model: ModelConfig, task: Task, axis: RanksOfNodes) -> float:

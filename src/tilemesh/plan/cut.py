@@ -35,5 +35,28 @@ def spread(layers: int, chunks: int, first: float, last: float) -> tuple[int, ..
     return tuple(room)
 
 
+@functools.cache
+def spread_uneven(costs: tuple[float, ...], chunks: int) -> tuple[int, ...]:
+    """Layers of each chunk, of layers with these costs, ends included: each takes what the smallest maximum leaves room
+    for, and at least one."""
+    below, top = max(max(costs), sum(costs) / chunks), sum(costs)
+    for _ in range(50):
+        middle = (below + top) / 2
+        below, top = (below, middle) if _filled(costs, chunks, middle) else (middle, top)
+    return _filled(costs, chunks, top)
+
+
+def _filled(costs: tuple[float, ...], chunks: int, top: float) -> tuple[int, ...]:
+    """Chunks from the first on, as full as `top` allows; none where it does not."""
+    counts: tuple[int, ...] = ()
+    at = 0
+    for left in range(chunks - 1, -1, -1):
+        end, cost = at, 0.0
+        while end < len(costs) - left and (end == at or cost + costs[end] <= top + 1e-9):
+            cost, end = cost + costs[end], end + 1
+        counts, at = (*counts, end - at), end
+    return counts if at == len(costs) else ()
+
+
 def _fits(top: float, extra: float) -> int:
     return math.floor(top - extra + 1e-9)

@@ -45,12 +45,14 @@ def memory_section(estimator: Estimator, best: Prediction) -> ExplainedPart:
     stage = stages.index(max(stages))
     mine = plan.placement.held[stage] if plan.pp > 1 else (0,)
     first, last = mine[0] == 0, mine[-1] == len(best.chunk_layers) - 1
-    kept, recomputed = room.layer(plan)
-    layers = sum(best.chunk_layers[chunk] for chunk in mine)
+    kept, recomputed = room.layers(plan)[0]
+    layers, dense = (
+        sum(each[chunk] for chunk in mine) for each in (best.chunk_layers, model.dense_of(best.chunk_layers))
+    )
     shards = room.shards(plan)
-    held = shards.held(layers, first, last)
+    held = shards.held(layers, first, last, dense)
     parameters = held.total
-    ends = " + embeddings" * first + " + head" * last
+    ends = " + embeddings" * first + " + head" * last + f", {dense} layers without experts" * bool(dense)
     rows = [
         ExplainedFigure(
             "parameters P",
@@ -161,14 +163,14 @@ def _shared_out(held: RankParameters, plan: ParallelPlan) -> str:
 
 def time_section(estimator: Estimator, best: Prediction) -> ExplainedPart:
     """Each part with what it is made of: m microbatches, n layers on the busiest stage."""
-    plan, times, layer = best.plan, best.times, estimator.clock.layer(best.plan)
+    plan, times, (n, dense) = best.plan, best.times, estimator.busiest_layers(best.plan)
+    layers = estimator.clock.layers(plan, n, dense)
     ways = len(plan.placement.directions) if plan.pp > 1 else 1
-    m, n = plan.accumulation / ways, estimator.busiest_layers(plan)
-    compute, back = layer.forward_s, layer.backward_s
+    m, compute, back = plan.accumulation / ways, layers.forward_s / n, layers.backward_s / n
     hop_s = estimator.chunk_times(plan).hop_s
     ends = times.compute_s / m - n * (compute + back)
-    tp = layer.axes["tp"]
-    tp_ends = times.tp_s / m - n * (tp.forward_s + tp.back_s)
+    tp, tp_back = layers.axes["tp"].forward_s / n, layers.axes["tp"].back_s / n
+    tp_ends = times.tp_s / m - n * (tp + tp_back)
     updated, moved = estimator.updated_parameters(plan), estimator.optimizer_bytes(plan)
     rows = [
         ExplainedFigure(
@@ -186,8 +188,7 @@ def time_section(estimator: Estimator, best: Prediction) -> ExplainedPart:
         ExplainedFigure(
             "tensor-parallel exchanges",
             "m (n (forward + backward [+ forward]) + ends)",
-            f"{m:g} x ({n} x ({format_seconds(tp.forward_s)} + {format_seconds(tp.back_s)}) + "
-            f"{format_seconds(tp_ends)})",
+            f"{m:g} x ({n} x ({format_seconds(tp)} + {format_seconds(tp_back)}) + {format_seconds(tp_ends)})",
             format_seconds(times.tp_s),
         ),
         ExplainedFigure(

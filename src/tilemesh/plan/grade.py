@@ -207,7 +207,7 @@ def _memory(run: RunSummary, cluster: Cluster, now: Prediction) -> Grade:
         reserved = 0 if cpu else int(told.get("reserved_bytes") or now.memory.reserved_bytes)
         predicted = int(told["total_bytes"]) - reserved
     shards = shard_parameters(run.model, run.plan.tp, run.plan.ep, run.plan.expert_tp)
-    held = shards.held(run.model.layers, True, True)
+    held = shards.held(run.model.layers, True, True, *run.model.dense_of((run.model.layers,)))
     least = sum(rank_state_bytes(run.plan, held)) if run.plan.pp == 1 else None
     return Grade("peak memory", "B", predicted, _grown(run.data), least, note="the fullest rank")
 

@@ -258,7 +258,7 @@ class Room:
         if plan.world == 1:  # gradients come as activations go
             return self.fullest(plan, counts).total_bytes
         sure = self._sure_bytes(plan)
-        if not plan.offload:  # at a glance: some rank has so many layers, with their states
+        if not plan.offload and not self.model.dense_layers:  # at a glance: some rank has so many layers, with states
             layers = -(-self.model.layers // plan.pp)
             least = sum(rank_state_bytes(plan, self.shards(plan).held(layers, False, False))) + layers * sure
             if least > limit:
@@ -281,7 +281,7 @@ class Room:
         the rank's chunks have seen it. 0 where layers keep different amounts."""
         if plan.offload or plan.recompute_stages or plan.recompute_every != 1 or plan.slices > 1:
             return 0
-        return self.layer(plan)[0] if len(plan.placement.directions) == 1 else 0
+        return min(kept for kept, _ in self.layers(plan)) if len(plan.placement.directions) == 1 else 0
 
     def _peaks_beside(
         self, plan: ParallelPlan, counts: tuple[int, ...], groups: tuple[tuple[int, ...], ...]
@@ -346,9 +346,10 @@ class Room:
         """What the actions of a step make and give back, by chunk: activations, until I and from there to W."""
         owners = plan.placement.directions[0] if plan.pp > 1 else (0,) * len(counts)
         stages = {stage: plan.on_stage(stage) if plan.recompute_stages else plan for stage in {*owners}}
-        owned = [(stage if plan.recompute_stages else 0, count) for stage, count in zip(owners, counts, strict=True)]
-        sizes = {(stage, count): self.chunk(stages[stage], count) for stage, count in {*owned}}
-        kept, late = zip(*[sizes[pair] for pair in owned], strict=True)
+        owners = owners if plan.recompute_stages else (0,) * len(counts)
+        owned = list(zip(owners, counts, self.model.dense_of(counts), strict=True))
+        sizes = {(stage, *layers): self.chunk(stages[stage], *layers) for stage, *layers in {*owned}}
+        kept, late = zip(*[sizes[key] for key in owned], strict=True)
         first, other = self.microbatch(plan).beside_layers
         beside = [first] + [other] * (len(counts) - 1)
         beside[-1] += self.microbatch(plan).loss_kept
@@ -361,7 +362,7 @@ class Room:
         moved. The ranks of a group have chunks of the same layers; if not given, each rank is one."""
         groups = _each_rank(plan) if groups is None else groups
         if plan.pp == 1:
-            return [self.chunk(plan, counts[0])[0] for _ in groups]
+            return [self.chunk(plan, counts[0], *self.model.dense_of(counts))[0] for _ in groups]
         sizes = self.step_bytes(plan, counts)
         if "activations" in plan.offloads:
             program = offload(self.program(plan), ahead=plan.prefetch)
@@ -399,13 +400,16 @@ class Room:
         """The passes of a step, or of a shorter one that holds as much."""
         return pace.program_for_memory(plan.schedule, plan.pp, plan.accumulation, plan.interleave, plan.slices)
 
-    def chunk(self, plan: ParallelPlan, layers: int) -> tuple[int, int]:
-        """Bytes that a pass through so many layers keeps, and that its backward pass leaves for weight gradients."""
-        kept, _ = self.layer(plan)
-        late = self.microbatch(plan).late if plan.pipeline.is_split else 0
+    def chunk(self, plan: ParallelPlan, layers: int, dense: int = 0) -> tuple[int, int]:
+        """Bytes that a pass through so many layers keeps, of which so many are dense, and that its backward pass leaves
+        for weight gradients."""
+        late = self.microbatch(plan).late if plan.pipeline.is_split else (0, 0)
+        kinds = [*zip((layers - dense, dense), self.layers(plan), late, strict=False)]
+        kept = sum(count * each for count, (each, _), _ in kinds)
         if plan.recompute_every != 1:  # one activation for so many layers, which are computed again together
-            return -(-layers // plan.stretch(layers)) * kept // plan.slices, layers * late // plan.slices
-        return layers * kept // plan.slices, layers * late // plan.slices  # slices of a sequence share what is kept
+            kept = -(-layers // plan.stretch(layers)) * kept // max(1, layers)
+        # Slices of a sequence share what is kept.
+        return kept // plan.slices, sum(count * each for count, _, each in kinds) // plan.slices
 
     def _worth_a_look(self, plan: ParallelPlan, counts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """Ranks that can be the fullest, in groups that need the same beside their activations. Where chunks lie in a
@@ -417,10 +421,10 @@ class Room:
         groups = self._looked.get((placement, counts, is_apart))
         if groups is None:
             alike: dict[tuple[object, ...], list[int]] = {}
-            is_known = placement.name in (LOOP, TWO_WAYS)
+            is_known, dense = placement.name in (LOOP, TWO_WAYS), self.model.dense_of(counts)
             for rank, held in enumerate(placement.held):
                 ends = () if is_known else (held[0] == 0, held[-1] == len(counts) - 1)
-                alike.setdefault((*ends, *(counts[chunk] for chunk in held)), []).append(rank)
+                alike.setdefault((*ends, *((counts[chunk], dense[chunk]) for chunk in held)), []).append(rank)
             if is_known:
                 middle = (plan.pp // 2,) if placement.name == TWO_WAYS else ()
                 looked = {
@@ -443,9 +447,11 @@ class Room:
         held = plan.placement.held[rank] if plan.pp > 1 else (0,)
         has_embedding, has_head = held[0] == 0, held[-1] == len(counts) - 1
         shards, code, is_cpu = self.shards(plan), self.code(plan), self._device.kind == "cpu"
-        parameters = shards.held(sum(counts[chunk] for chunk in held), has_embedding, has_head)
+        layers, dense = (sum(each[chunk] for chunk in held) for each in (counts, self.model.dense_of(counts)))
+        parameters = shards.held(layers, has_embedding, has_head, dense)
         microbatch = self.microbatch(plan)
-        brief = self.layer(plan)[1] * max(1, plan.stretch(max(counts))) + (microbatch.messages if plan.pp > 1 else 0)
+        brief = max(again for _, again in self.layers(plan)) * max(1, plan.stretch(max(counts)))
+        brief += microbatch.messages if plan.pp > 1 else 0
         if plan.precision in AUTOCAST:  # kept from forward to backward beside the fp32 weights
             looked_up = 0  # tables from which rows are only taken, which torch does not cast
             if code != "fused" and not is_cpu and has_embedding:
@@ -454,13 +460,13 @@ class Room:
         if plan.cp > 1:
             brief += visiting_bytes(self.model, self.task(plan))
         if code == "eager" and is_cpu:
-            brief += backward_bytes(self.model, self.task(plan))
+            brief += max(backward_bytes(kind, self.task(plan)) for kind in self.model.kinds)
         return _RankNeeds(
             parameters,
             0,
             microbatch.logits if has_head else 0,
             brief,
-            sum(counts[chunk] for chunk in held),
+            layers,
             self._at_work(plan, held, counts),
             reserved_bytes(
                 self._device, self._world, code == "compiled" or plan.repeated in ("operators", "full"), plan.pp
@@ -479,10 +485,11 @@ class Room:
     def _at_work(self, plan: ParallelPlan, held: tuple[int, ...], counts: tuple[int, ...]) -> tuple[int, ...]:
         """Parameters of what ZeRO gathers or scatters at once: layer by layer, in a pipeline chunk by chunk. The
         fullest moment is the loss, where the head is there beside its layer."""
-        shards, last = self.shards(plan), len(counts) - 1
+        shards, last, dense = self.shards(plan), len(counts) - 1, self.model.dense_of(counts)
         if plan.pp == 1:
-            return (*(shards.layer,) * min(1 + plan.prefetch, counts[0]), shards.stage(0, False, True))
-        sizes = [shards.stage(counts[chunk], chunk == 0, chunk == last) for chunk in held]
+            layer = max(shards.layer, shards.dense_layer)
+            return (*(layer,) * min(1 + plan.prefetch, counts[0]), shards.stage(0, False, True))
+        sizes = [shards.stage(counts[chunk], chunk == 0, chunk == last, dense[chunk]) for chunk in held]
         return tuple(sorted(sizes, reverse=True)[: 1 + plan.prefetch])
 
     def task(self, plan: ParallelPlan) -> Task:
@@ -508,8 +515,8 @@ class Room:
     def pass_bytes(self, plan: ParallelPlan) -> int:
         """What a microbatch needs at least, whatever is recomputed: one layer's activations, and on the last stage,
         at another moment, the logits."""
-        return max(self.layer(plan)[0], self.microbatch(plan).logits)
+        return max(*(kept for kept, _ in self.layers(plan)), self.microbatch(plan).logits)
 
-    def layer(self, plan: ParallelPlan) -> tuple[int, int]:
-        """Bytes a layer keeps of a microbatch, and bytes that come back while one is recomputed."""
-        return self.microbatch(plan).layer(plan.repeated)
+    def layers(self, plan: ParallelPlan) -> tuple[tuple[int, int], ...]:
+        """Bytes a layer of each kind keeps of a microbatch, and bytes that come back while one is recomputed."""
+        return self.microbatch(plan).layers(plan.repeated)

@@ -21,19 +21,20 @@ class MicrobatchBytes:
 
     def __init__(self, model: ModelConfig, task: Task) -> None:
         self.model, self.task = model, task
-        self._layers: dict[str, tuple[int, int]] = {}
+        self._layers: dict[str, tuple[tuple[int, int], ...]] = {}
 
-    def layer(self, repeated: str) -> tuple[int, int]:
-        """Of a layer, and what comes back while one is recomputed."""
+    def layers(self, repeated: str) -> tuple[tuple[int, int], ...]:
+        """Of a layer of each of the model's kinds, and what comes back while one is recomputed."""
         kept = self._layers.get(repeated)
         if kept is None:
-            kept = self._layers[repeated] = kept_bytes(self.model, self.task, repeated)
+            kept = tuple(kept_bytes(kind, self.task, repeated) for kind in self.model.kinds)
+            self._layers[repeated] = kept
         return kept
 
     @functools.cached_property
-    def late(self) -> int:
-        """Of a layer, between the two halves of a backward pass."""
-        return sum(tensor.nbytes for tensor in kept_for_weights(self.model, self.task))
+    def late(self) -> tuple[int, ...]:
+        """Of a layer of each kind, between the two halves of a backward pass."""
+        return tuple(sum(tensor.nbytes for tensor in kept_for_weights(kind, self.task)) for kind in self.model.kinds)
 
     @functools.cached_property
     def logits(self) -> int:

@@ -116,11 +116,14 @@ class StepClock:
     def _dense_seconds(self, tokens: int, logits: int) -> tuple[float, float, int]:
         """Seconds of everything but attention, of exchanges, and how many launches."""
         model, task = self.model, self._task(tokens)
-        layer, ends = dense_operations(model, task), end_operations(model, task, logits)
-        busy = model.layers * self._speed.seconds(layer) + self._speed.seconds(ends)
+        ends = end_operations(model, task, logits)
+        busy, launches = self._speed.seconds(ends), _launches(ends)
+        for kind, layers in model.layers_by_kind:
+            layer = dense_operations(kind, task)
+            busy, launches = busy + layers * self._speed.seconds(layer), launches + layers * _launches(layer)
         exchanges = pass_exchanges(model, task, logits)
         exchange = sum(self._group.exchange_s(part.collective, part.nbytes) for part in exchanges)
-        return busy, exchange, model.layers * _launches(layer) + _launches(ends) + len(exchanges)
+        return busy, exchange, launches + len(exchanges)
 
 
 def _launches(operations: Sequence[Operation]) -> int:

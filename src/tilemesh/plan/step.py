@@ -9,6 +9,7 @@ same lists of actions (`core/step/`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
 from typing import NamedTuple
@@ -30,7 +31,7 @@ from tilemesh.model.work.task import STATE_BYTES, Code
 from tilemesh.model.work.weights import RankParameters, why_not
 from tilemesh.plan import constants
 from tilemesh.plan.clock import Chunks, Clock, DataExchange, data_exchange, host_step_s
-from tilemesh.plan.cut import spread
+from tilemesh.plan.cut import spread, spread_uneven
 from tilemesh.plan.memory import Room, rank_state_bytes, usable_bytes
 from tilemesh.plan.offload import MovedBytes, RankPassTimes, host_rates, offload_s, on_device
 from tilemesh.plan.prediction import Prediction, Times
@@ -57,6 +58,8 @@ class Frame(NamedTuple):
     """Directions in which microbatches pass: with two, a rank's chunks see half of them each."""
     layers: tuple[int, ...]
     """Of each rank of the pipeline."""
+    dense: tuple[int, ...]
+    """Of these, those without experts where others have some."""
     chunks: Chunks
     most_parameters: RankParameters
     """Of the rank with most: it exchanges and updates longest."""
@@ -147,7 +150,8 @@ class Estimator:
         self.headroom = headroom
         self.usable_bytes = usable_bytes(cluster, headroom)
         self._frames: dict[tuple[object, ...], Frame] = {}
-        self._ends: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._costs: dict[tuple[object, ...], tuple[float, float, float]] = {}
+        """In layers with experts: what comes before the first layer, what after the last, and a dense one."""
         anywhere = next(iter(cluster.device.peak_flops_per_s))  # bandwidth does not depend on the dtype
         self._stream_bytes_per_s = speed_of(cluster.device, anywhere, rates).stream_bytes_per_s
 
@@ -228,9 +232,10 @@ class Estimator:
         """The one whose passes take longest."""
         return self._frame(plan).busiest
 
-    def busiest_layers(self, plan: ParallelPlan) -> int:
-        """Layers of that stage."""
-        return self._frame(plan).layers[self.busiest_stage(plan)]
+    def busiest_layers(self, plan: ParallelPlan) -> tuple[int, int]:
+        """Layers of that stage, and how many of them are dense."""
+        frame, stage = self._frame(plan), self.busiest_stage(plan)
+        return frame.layers[stage], frame.dense[stage]
 
     # ---- pieces ------------------------------------------------------------------------------------------------
 
@@ -248,15 +253,21 @@ class Estimator:
         frame = self._frames.get(key)
         if frame is None:
             counts = self._counts(plan)
-            chunks = self.clock.chunks(plan, counts, self._accumulate_s(plan))
+            chunks = self.clock.chunks(plan, counts, functools.partial(self._accumulate_s, plan))
             held = placement.held if plan.pp > 1 else ((0,),)
-            layers = tuple(sum(counts[chunk] for chunk in mine) for mine in held)
+            layers, dense = (
+                tuple(sum(each[chunk] for chunk in mine) for mine in held)
+                for each in (counts, self.model.dense_of(counts))
+            )
             shards, last = self.room.shards(plan), len(counts) - 1
-            ranks = (shards.held(count, 0 in mine, last in mine) for count, mine in zip(layers, held, strict=True))
+            ranks = (
+                shards.held(count, 0 in mine, last in mine, without)
+                for count, without, mine in zip(layers, dense, held, strict=True)
+            )
             most = max(ranks, key=lambda rank: rank.total)
             ways = len(placement.directions) if plan.pp > 1 else 1
             load = RankLoad.of(held, chunks.step_times, ways)
-            frame = self._frames[key] = Frame(counts, held, ways, layers, chunks, most, load)
+            frame = self._frames[key] = Frame(counts, held, ways, layers, dense, chunks, most, load)
         return frame
 
     def _counts(self, plan: ParallelPlan) -> tuple[int, ...]:
@@ -270,22 +281,30 @@ class Estimator:
             plan.accumulation > 1, self.clock.is_by_layers(plan), plan.cp, plan.cp_exchange, plan.ep, plan.expert_tp,
             plan.fp8_scales,
         )  # fmt: skip
-        ends = self._ends.get(key)
-        if ends is None:
-            layer = self.clock.layer(plan)
-            layer_s = layer.forward_s + layer.backward_s + layer.exchange_s + layer.exchange_back_s()
-            layer_s += layer.recompute_s(plan.repeated) + self._accumulate_s(plan)
+        costs = self._costs.get(key)
+        if costs is None:
+            layer, layer_s, dense_s = self.clock.layers(plan), self._layer_s(plan), self._layer_s(plan, 1)
             # Tenths of a layer are as fine as a cut can use, and few enough to be remembered.
             first = round((sum(layer.embedding_s) + layer.embedding_exchange_s) / layer_s, 1)
             last = round((sum(layer.head_s) + sum(layer.head_exchange_s)) / layer_s, 1)
-            ends = self._ends[key] = (first, last)
-        return spread(self.model.layers, plan.chunks, *ends)
+            costs = self._costs[key] = (first, last, round(dense_s / layer_s, 1))
+        first, last, dense = costs
+        if not self.model.dense_layers:
+            return spread(self.model.layers, plan.chunks, first, last)
+        each = [dense if layer in self.model.dense_layers else 1.0 for layer in range(self.model.layers)]
+        return spread_uneven((first + each[0], *each[1:-1], each[-1] + last), plan.chunks)
 
-    def _accumulate_s(self, plan: ParallelPlan) -> float:
-        """Adding a microbatch's gradients of a layer to those before."""
+    def _layer_s(self, plan: ParallelPlan, dense: int = 0) -> float:
+        """All passes of a microbatch through a layer, or through a dense one."""
+        layer = self.clock.layers(plan, 1, dense)
+        passes_s = layer.forward_s + layer.backward_s + layer.exchange_s + layer.exchange_back_s()
+        return passes_s + layer.recompute_s(plan.repeated) + self._accumulate_s(plan, 1, dense)
+
+    def _accumulate_s(self, plan: ParallelPlan, layers: int, dense: int) -> float:
+        """Adding a microbatch's gradients of so many layers to those before."""
         if plan.accumulation == 1:
             return 0.0
-        nbytes = constants.ACCUMULATE_BYTES[plan.precision] * self.room.shards(plan).layer
+        nbytes = constants.ACCUMULATE_BYTES[plan.precision] * self.room.shards(plan).stage(layers, False, False, dense)
         return nbytes / self._stream_bytes_per_s
 
     def _exchange(self, plan: ParallelPlan, frame: Frame) -> DataExchange:
@@ -326,7 +345,8 @@ class Estimator:
         weights, _, optimizer = rank_state_bytes(plan, frame.most_parameters)
         chunks, rank = frame.chunks, frame.busiest
         own = plan.on_stage(rank)
-        kept = sum(self.room.chunk(own, frame.counts[chunk])[0] for chunk in frame.held[rank])
+        dense = self.model.dense_of(frame.counts)
+        kept = sum(self.room.chunk(own, frame.counts[chunk], dense[chunk])[0] for chunk in frame.held[rank])
         forward_s = sum(chunks.forward_s[chunk] for chunk in frame.held[rank])
         backward_s = chunks.busy_s(frame.held[rank]) - forward_s
         away = 1.0 - on_device(plan, frame.layers[rank])
@@ -365,24 +385,24 @@ class Estimator:
 
     def _times(self, plan: ParallelPlan, frame: Frame) -> Times:
         """The step's seconds by what they went to, on the busiest rank; the rest of the pipeline's is bubble."""
-        layer, chunks, rank = self.clock.layer(plan), frame.chunks, frame.busiest
-        m = plan.accumulation / frame.ways
+        chunks, rank = frame.chunks, frame.busiest
+        mine = (frame.layers[rank], frame.dense[rank])
+        layers, m = self.clock.layers(plan, *mine), plan.accumulation / frame.ways
         pipe_s = self._pipe_s(plan, frame)
         first, last = 0 in frame.held[rank], len(frame.counts) - 1 in frame.held[rank]
-        count = frame.layers[rank]
         splits = plan.pp > 1 and plan.pipeline.is_split
-        compute = count * (layer.forward_s + layer.backward_s + self._accumulate_s(plan))
+        compute = layers.forward_s + layers.backward_s + self._accumulate_s(plan, *mine)
         own = plan.on_stage(rank)
-        again = count * layer.recompute_s(own.repeated)
+        again = layers.recompute_s(own.repeated)
         exchange = dict.fromkeys(("tp", "cp", "ep"), 0.0)
-        for name, axis in layer.axes.items():
-            exchange[name] = count * (axis.forward_s + (axis.split_s if splits else axis.back_s))
+        for name, axis in layers.axes.items():
+            exchange[name] = axis.forward_s + (axis.split_s if splits else axis.back_s)
             if own.repeats_exchanges:  # repeated exchanges are exchanges
-                again, exchange[name] = again - count * axis.again_s, exchange[name] + count * axis.again_s
+                again, exchange[name] = again - axis.again_s, exchange[name] + axis.again_s
         if first:
-            compute, exchange["tp"] = compute + sum(layer.embedding_s), exchange["tp"] + layer.embedding_exchange_s
+            compute, exchange["tp"] = compute + sum(layers.embedding_s), exchange["tp"] + layers.embedding_exchange_s
         if last:
-            compute, exchange["tp"] = compute + sum(layer.head_s), exchange["tp"] + sum(layer.head_exchange_s)
+            compute, exchange["tp"] = compute + sum(layers.head_s), exchange["tp"] + sum(layers.head_exchange_s)
         hops = 2 * len(frame.held[rank]) - first - last if plan.pp > 1 and chunks.sender_waits else 0
         times = Times(
             compute_s=m * compute,
@@ -437,11 +457,11 @@ class Estimator:
 
     def _traffic(self, plan: ParallelPlan, frame: Frame) -> dict[str, float]:
         """Bytes sent by a rank in the middle of the pipeline, where both neighbours are served."""
-        layer = self.clock.layer(plan)
-        times = plan.accumulation / frame.ways * max(frame.layers)
+        most = max(zip(frame.layers, frame.dense, strict=True), key=lambda layers: layers[0] - layers[1])
+        times = plan.accumulation / frame.ways
         layers = {
             name: times * (axis.nbytes[0] + axis.nbytes[1] + axis.nbytes[2] * plan.repeats_exchanges)
-            for name, axis in layer.axes.items()
+            for name, axis in self.clock.layers(plan, *most).axes.items()
         }
         # Two stages: each chunk has one neighbour less. More: all but the ends serve two.
         hops = 0 if plan.pp == 1 else (2 * len(frame.held[0]) - (1 if plan.pp == 2 else 0)) / frame.ways

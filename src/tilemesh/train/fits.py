@@ -62,12 +62,7 @@ class MemoryFit:
     @property
     def is_known(self) -> bool:
         """Whether it can be said what ranks need: frozen weights have neither gradients nor states."""
-        return self.device is not None and not self.config.lora.rank and self.is_counted
-
-    @property
-    def is_counted(self) -> bool:
-        """Of experts that some layers alone have, what ranks need is not counted."""
-        return not self.config.model.dense_layers
+        return self.device is not None and not self.config.lora.rank
 
     @functools.cached_property
     def room(self) -> Room:
@@ -184,7 +179,7 @@ class MemoryFit:
         On a CPU the host's memory is the device's: there all that the ranks hold is counted.
         """
         plan, have = self.config.plan, self.host_bytes
-        if not plan.offloads or not self.is_counted:
+        if not plan.offloads:
             return
         needed = self._on_host(plan)
         if needed <= have:

@@ -25,7 +25,6 @@ from tilemesh.model.work.weights import (
     active_matrices,
     layer_matrices,
     output_weight,
-    require_modelled,
     shard_parameters,
     touched_experts,
 )
@@ -104,10 +103,15 @@ def pass_exchanges(model: ModelConfig, task: Task, logits: int) -> tuple[Exchang
     """Of all layers: a sum after attention and one after the MLP. Logits are gathered where tokens are drawn."""
     if task.tp == 1:
         return ()
-    layer = [exchange for exchange in layer_exchanges(model, task) if not exchange.backward]
+    layers = [
+        exchange
+        for kind, count in model.layers_by_kind
+        for exchange in count * tuple(layer_exchanges(kind, task))
+        if not exchange.backward
+    ]
     first = [exchange for exchange in embedding_exchanges(model, task) if not exchange.backward]
     last = Exchange("output", "tp", "all_gather", logits * model.vocabulary, task.size)
-    return (*first, *(layer * model.layers), *((last,) if logits else ()))
+    return (*first, *layers, *((last,) if logits else ()))
 
 
 # ---- bytes -----------------------------------------------------------------------------------------------------
@@ -120,24 +124,27 @@ def key_value_bytes(model: ModelConfig, itemsize: int, tp: int = 1) -> int:
 
 def weight_bytes(model: ModelConfig, itemsize: int, tp: int = 1) -> int:
     """Of the weights on one of tp ranks."""
-    return itemsize * shard_parameters(model, tp).stage(model.layers, first=True, last=True)
+    (dense,) = model.dense_of((model.layers,))
+    return itemsize * shard_parameters(model, tp).stage(model.layers, first=True, last=True, dense=dense)
 
 
 def least_cost(model: ModelConfig, parts: Sequence[SequencePart], task: Task) -> Cost:
     """What no engine can do without in a pass: each weight that is used read once, each key and value read or written
     once, the FLOPs of products and of the pairs that are not masked. Activations could stay in a processor's caches."""
-    require_modelled(model)
     size, tokens = task.size, sum(part.queries for part in parts)
     logits = sum(part.logits for part in parts)
     shards = shard_parameters(model, task.tp)
     output = output_weight(model)
     rows = output.shape(task.tp)[0]
-    weights = model.layers * shards.layer + (rows * model.width if logits else 0) + tokens * model.width
+    (dense,) = model.dense_of((model.layers,))
+    weights = shards.stage(model.layers, False, False, dense) + (rows * model.width if logits else 0)
+    weights += tokens * model.width
     idle = model.experts - touched_experts(model, tokens)  # experts that no token passes are not read
     routed = sum(math.prod(weight.shape(task.tp)) for weight in layer_matrices(model) if weight.is_routed)
-    weights -= round(model.layers * routed * idle / model.experts) if model.experts else 0
-    flops = 2 * tokens * model.layers * sum(a * b for a, b in (w.shape(task.tp) for w in active_matrices(model)))
-    flops += 2 * logits * rows * model.width
+    weights -= round((model.layers - dense) * routed * idle / model.experts) if model.experts else 0
+    flops = 2 * logits * rows * model.width
+    for kind, count in model.layers_by_kind:
+        flops += 2 * tokens * count * sum(math.prod(weight.shape(task.tp)) for weight in active_matrices(kind))
     read = pairs = 0
     for layer in range(model.layers):
         window = model.window_of(layer)

@@ -56,7 +56,8 @@ def layer_exchanges(model: ModelConfig, task: Task) -> Iterator[Exchange]:
             yield Exchange(BLOCKS[0], "tp", "all_reduce", task.tokens, task.wide, backward)
     whole, out = task.tokens * model.width, "reduce_scatter" if task.sequence_parallel else "all_reduce"
     # Experts that tp does not share take a rank's own tokens and give these back.
-    blocks = BLOCKS if task.ranks_per_expert == task.tp or model.shared_width else BLOCKS[:1]
+    are_cut = task.ranks_per_expert == task.tp or model.shared_width or not model.experts
+    blocks = BLOCKS if are_cut else BLOCKS[:1]
     for block in blocks:
         if task.sequence_parallel:
             yield Exchange(block, "tp", "all_gather", whole, task.size)

@@ -321,8 +321,7 @@ def forward_flops(model: ModelConfig, sequences: int, queries: int, keys: int | 
     """
     task = Task(sequences, queries, queries if keys is None else keys, attention="materialized")
     blocks = {"attention": 0, "mlp": 0}
-    dense = {*model.dense_layers}
-    for kind, layers in ((model, model.layers - len(dense)), *((model.of_layer(layer), 1) for layer in dense)):
+    for kind, layers in model.layers_by_kind:
         for weight in active_matrices(kind):
             blocks[weight.block] += layers * 2 * task.tokens * weight.outputs * weight.inputs
     output = output_weight(model)
@@ -351,9 +350,17 @@ def recomputed_flops(model: ModelConfig, sequences: int, context: int, recompute
     """What a step does a second time: all layers, every second product of theirs, only their scores, or nothing.
     `share`: of the layers that do so."""
     forward = forward_flops(model, sequences, context)
-    matrices = active_matrices(model)[1:-1:2]
-    second = 2 * sequences * context * sum(weight.outputs * weight.inputs for weight in matrices)
-    flops = {"none": 0, "selective": forward.scores, "operators": model.layers * second, "full": forward.layers}
+    second = (
+        2
+        * sequences
+        * context
+        * sum(
+            layers * weight.outputs * weight.inputs
+            for kind, layers in model.layers_by_kind
+            for weight in active_matrices(kind)[1:-1:2]
+        )
+    )
+    flops = {"none": 0, "selective": forward.scores, "operators": second, "full": forward.layers}
     return round(share * flops[recompute])
 
 

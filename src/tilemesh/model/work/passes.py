@@ -21,7 +21,7 @@ from tilemesh.kernels.rotary import cost as rotary
 from tilemesh.model.config import VOCABULARY_MULTIPLE, ModelConfig
 from tilemesh.model.work.routing import busiest_rows, hidden_elements, sent_rows
 from tilemesh.model.work.task import ALIGNED, Task, unaligned
-from tilemesh.model.work.weights import Weight, is_wide_for_fp8, layer_matrices, output_weight, require_modelled
+from tilemesh.model.work.weights import Weight, is_wide_for_fp8, layer_matrices, output_weight
 
 
 class MemoryPass(NamedTuple):
@@ -66,7 +66,6 @@ def product_weights(model: ModelConfig, task: Task) -> list[list[Weight]]:
     """The matrices of each of a layer's products, in their order. Hand-fused code makes q, k and v in one product, and
     a gate with what it opens; our Transformer keeps both apart, but for q, k and v that are not turned, where the whole
     layer is compiled."""
-    require_modelled(model)
     joined = {"fused": ("attention", "mlp"), "compiled": ("attention",) if joins_qkv(model, task) else (), "eager": ()}
     products: list[list[Weight]] = []
     matrices = [weight for weight in layer_matrices(model) if weight.expert == 0]  # which stands for the others

@@ -102,14 +102,15 @@ def _pass_exchanges(
     model: ModelConfig, plan: ParallelPlan, task: Task, counts: Sequence[int], chunk: int
 ) -> Iterable[Exchange]:
     """Of one microbatch's passes through a chunk, forward and back."""
-    layers = counts[chunk]
-    exchanges = tuple(layer_exchanges(model, task))
-    yield from exchanges * layers
-    if plan.repeats_exchanges:
-        # Of layers that are computed again together, all but the last repeat everything.
-        ends = -(-layers // max(1, plan.stretch(layers)))
-        yield from tuple(forward_again(exchanges)) * (layers - ends)
-        yield from tuple(repeated_exchanges(model, task)) * ends
+    layers, begin = counts[chunk], sum(counts[:chunk])
+    every = max(1, plan.stretch(layers))
+    kinds = {kind: (tuple(layer_exchanges(kind, task)), tuple(repeated_exchanges(kind, task))) for kind in model.kinds}
+    for layer in range(layers):
+        exchanges, repeated = kinds[model.of_layer(begin + layer)]
+        yield from exchanges
+        if plan.repeats_exchanges:  # of layers that are computed again together, all but the last repeat everything
+            is_last = layer % every == every - 1 or layer == layers - 1
+            yield from repeated if is_last else forward_again(exchanges)
     if chunk == 0:
         yield from embedding_exchanges(model, task)
     if chunk == len(counts) - 1:
@@ -131,9 +132,14 @@ def _held_weights(model: ModelConfig, plan: ParallelPlan, counts: Sequence[int],
     """A tied table is one tensor, the first chunk's where a rank holds both ends. Of experts that ranks share out, the
     first ones."""
     weights = []
-    layer = [weight for weight in layer_weights(model) if weight.expert * plan.ep < max(1, model.experts)]
+    dense = model.dense_of(counts)
+    kinds = [
+        [weight for weight in layer_weights(kind) if weight.expert * plan.ep < max(1, kind.experts)]
+        for kind in model.kinds
+    ]
     for chunk in held:
-        weights += [_Held(weight, counts[chunk], chunk) for weight in layer]
+        for layer, times in zip(kinds, (counts[chunk] - dense[chunk], dense[chunk]), strict=False):
+            weights += [_Held(weight, times, chunk) for weight in layer if times]
         if chunk == 0:
             weights += [_Held(weight, 1, chunk) for weight in embedding_weights(model)]
         if chunk == len(counts) - 1:
@@ -160,9 +166,11 @@ def _add_sums(
         if plan.zero and alike.replicas > alike.zero_ranks:  # what a group has summed, summed over the groups
             total.add("dp", "all_reduce", rows)
         if plan.tp > 1:
-            # Of kv heads that several ranks hold, and of what tp leaves whole where each sees a part of the tokens.
+            # Of kv heads that several ranks hold, and of what tp leaves whole where each sees a part of the tokens, or
+            # within a block (a router, norms of heads) of the features.
             both = weight.repeated(plan.tp, alike.zero_ranks)
-            both += weight.replicated(alike.zero_ranks) if plan.sequence_parallel else 0
+            is_inside = weight.split == "whole" and weight.block
+            both += weight.replicated(alike.zero_ranks) if plan.sequence_parallel or is_inside else 0
             total.add("tp", "all_reduce", times * gradient * updates * both)
         is_shared = placement is not None and len(placement.holders[chunk]) > 1
         if is_shared or (model.tied and weight.name == _TABLE and len(ends) > 1):

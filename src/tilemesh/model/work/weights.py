@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ContextExchange, Fp8Scales, ParallelPlan
 from tilemesh.core.sequence import ranks_sharing_heads
 from tilemesh.core.step.book import is_listed
@@ -243,7 +242,6 @@ def count_parameters(model: ModelConfig) -> Parameters:
     blocks = {"attention": 0, "mlp": 0, "": 0}
     for weight in layer_weights(model):
         blocks[weight.block] += weight.parameters
-    dense = model.of_layer(model.dense_layers[0]) if model.dense_layers else model
     return Parameters(
         token_embedding=outside["token_embedding"],
         position_embedding=outside.get("position_embedding", 0),
@@ -253,7 +251,8 @@ def count_parameters(model: ModelConfig) -> Parameters:
         layers=model.layers,
         final_norm=outside.get("final_norm", 0),
         output=outside.get("output", 0),
-        apart=len({*model.dense_layers}) * (sum(w.parameters for w in layer_weights(dense)) - sum(blocks.values())),
+        apart=model.dense_of((model.layers,))[0]
+        * (sum(weight.parameters for weight in layer_weights(model.kinds[-1])) - sum(blocks.values())),
     )
 
 
@@ -282,29 +281,26 @@ class Shards(NamedTuple):
     """Of `layer`, those that some other ranks have too: key and value heads fewer than ranks."""
     embeddings: int
     """Token and position tables."""
-    embeddings_replicated: int
     head: int
     """Final norm and output projection; the projection of a tied model is in `embeddings`."""
-    head_replicated: int
     tied_head: int
     """What a last stage apart from the first holds of a tied output projection."""
-    experts: int = 0
+    experts: int
     """Of `layer`, those of experts, some of which each of several replicas holds."""
+    dense_layer: int
+    """Of a layer without experts, where others have some."""
 
-    def held(self, layers: int, first: bool, last: bool) -> RankParameters:
+    def held(self, layers: int, first: bool, last: bool, dense: int = 0) -> RankParameters:
         """The same as `stage`, experts apart."""
-        experts = layers * self.experts
-        return RankParameters(self.stage(layers, first, last) - experts, experts)
+        experts = (layers - dense) * self.experts
+        return RankParameters(self.stage(layers, first, last, dense) - experts, experts)
 
-    def stage(self, layers: int, first: bool, last: bool) -> int:
-        """Parameters of a stage with so many layers: the first has the embeddings, the last the output; a tied one is
-        on both where these are two."""
+    def stage(self, layers: int, first: bool, last: bool, dense: int = 0) -> int:
+        """Parameters of a stage with so many layers, of which so many are dense: the first has the embeddings, the last
+        the output; a tied one is on both where these are two."""
         tied = self.tied_head if last and not first else 0
-        return layers * self.layer + first * self.embeddings + last * self.head + tied
-
-    def replicated(self, layers: int, first: bool, last: bool) -> int:
-        """Of a stage's parameters, what tensor parallelism does not split: norms, biases after a sum, positions."""
-        return layers * self.layer_replicated + first * self.embeddings_replicated + last * self.head_replicated
+        routed = (layers - dense) * self.layer
+        return routed + dense * self.dense_layer + first * self.embeddings + last * self.head + tied
 
 
 def shard_parameters(model: ModelConfig, tp: int, ep: int = 1, expert_tp: int = 0) -> Shards:
@@ -316,11 +312,10 @@ def shard_parameters(model: ModelConfig, tp: int, ep: int = 1, expert_tp: int = 
         layer_replicated=sum(weight.replicated() for weight in layer if not (weight.is_routed and ep > 1)),
         layer_repeated=sum(weight.repeated(tp) for weight in layer),
         embeddings=sum(weight.held(tp) for weight in before),
-        embeddings_replicated=sum(weight.replicated() for weight in before),
         head=sum(weight.held(tp) for weight in after),
-        head_replicated=sum(weight.replicated() for weight in after),
         tied_head=output_weight(model).held(tp) if model.tied else 0,
         experts=mine if ep > 1 else 0,
+        dense_layer=sum(weight.held(tp) for weight in layer_weights(model.kinds[-1])) if model.dense_layers else 0,
     )
 
 
@@ -328,12 +323,6 @@ def shard_parameters(model: ModelConfig, tp: int, ep: int = 1, expert_tp: int = 
 
 SLICED = "how even a sequence is, is a product of two means over all its tokens, and slices of it pass one by one"
 """Why `balance_loss` does not go with slices of sequences."""
-
-
-def require_modelled(model: ModelConfig) -> None:
-    """Refuse to predict what the arithmetic of a layer's work leaves out: layers that are not all alike."""
-    if model.dense_layers:
-        raise UsageError("dense_layers: time and memory of layers that differ are not modelled yet; train and measure")
 
 
 def why_not_ep(model: ModelConfig, ep: int) -> str | None:
