@@ -16,6 +16,8 @@ from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.compress.quantize import quantize
 from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.data.config import DataConfig
+from tilemesh.data.corpus import encoded_documents, equal_tokens, tokenizer_of
 from tilemesh.kernels.routing.reference import route_tokens
 from tilemesh.model import huggingface
 from tilemesh.model.adapter import LoraConfig, adapted_modules, adapter_parameters, peft_config, peft_names
@@ -26,6 +28,7 @@ from tilemesh.model.loss import loss
 from tilemesh.model.transformer import Transformer
 from tilemesh.model.work.decoding import SequencePart, least_cost, serving_task
 from tilemesh.model.work.operations import forward_flops, layer_products, published_flops
+from tilemesh.model.work.routing import imbalance
 from tilemesh.model.work.task import Task
 from tilemesh.model.work.weights import count_parameters, parameter_shapes, touched_experts, why_not
 from tilemesh.parallel.apply import lay
@@ -285,6 +288,29 @@ def test_what_is_not_done_with_experts_yet_is_refused() -> None:
     even = Transformer(CONFIG.replace(balance_loss=0.1), device="meta")
     with pytest.raises(UsageError, match=r"slices is 2 and balance_loss 0\.1: how even a sequence is"):
         run_threads(2, lambda comm: lay(even, Mesh(comm, **sliced.axes), sliced))
+
+
+@pytest.mark.parametrize("ep", [2, 4])
+def test_routers_before_training_are_as_uneven_as_their_text_says(ep: int) -> None:
+    """Of 24 routers, in the mean. What is expected bounds the maximum of as many normal loads, which is 0.7 of it; one
+    router's excess spreads by about half of itself, the mean of 24 by a tenth, and tokens are not all unlike."""
+    config = preset("tiny").replace(experts=8)
+    data = DataConfig()
+    text = torch.from_numpy(next(iter(encoded_documents(data, tokenizer_of(data)))).tokens.astype("int64"))
+    rows = text[: len(text) // 64 * 64].view(-1, 64)[:24]
+    loads: list[torch.Tensor] = []
+    for seed in range(6):
+        model = Transformer(config, seed=seed)
+        for module in model.modules():
+            if isinstance(module, Router):
+                module.register_forward_hook(lambda _, args, routing: loads.append(routing.counts_X.double()))
+        with torch.no_grad():
+            model(rows)
+    busiest = torch.stack([load.view(ep, -1).sum(1).max() * ep / load.sum() for load in loads])
+    counts = rows.flatten().bincount() / rows.numel()
+    expected = imbalance(config, Task(len(rows), 64, 64, ep=ep), float(counts.square().sum())) - 1
+    assert 0.5 < (float(busiest.mean()) - 1) / expected < 1.3
+    assert equal_tokens(data) == pytest.approx(0.1, rel=0.5)
 
 
 def test_the_gate_has_idle_and_overloaded_experts() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from random import Random
@@ -11,14 +12,15 @@ import pytest
 
 from tilemesh.core.conflicts import is_runnable
 from tilemesh.core.errors import UsageError
-from tilemesh.core.hardware import parse_cluster
+from tilemesh.core.hardware import Cluster, parse_cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.units import format_seconds
 from tilemesh.model.config import ModelConfig, preset
-from tilemesh.model.work.routing import busiest_rows, imbalance, sent_rows
+from tilemesh.model.work.routing import busiest_rows, equal_tokens, imbalance, sent_rows
 from tilemesh.model.work.task import STATE_BYTES, Task
 from tilemesh.model.work.weights import count_parameters, why_not
 from tilemesh.plan.choose import search
+from tilemesh.plan.clock import Clock
 from tilemesh.plan.cut import spread_uneven
 from tilemesh.plan.prediction import Prediction
 from tilemesh.plan.space import Pins
@@ -138,7 +140,7 @@ def test_rows_between_nodes_take_an_adapters_time() -> None:
 @pytest.mark.parametrize(("tokens", "ep"), [(64, 2), (256, 4), (256, 8)])
 def test_the_busiest_rank_gets_what_random_picks_give_it(tokens: int, ep: int) -> None:
     """Drawn, 60 times: the mean of the greatest load lies below what is expected of it and above half its excess."""
-    model = MIXTRAL.replace(experts=16, experts_per_token=2)
+    model = MIXTRAL.replace(experts=16, experts_per_token=2, balance_loss=0.01)
     task, draw = Task(1, tokens, tokens, ep=ep), Random(0)
     greatest = []
     for _ in range(60):
@@ -150,6 +152,34 @@ def test_the_busiest_rank_gets_what_random_picks_give_it(tokens: int, ep: int) -
     excess = sum(greatest) / len(greatest) / (2 * tokens) - 1
     assert excess <= imbalance(model, task) - 1 <= 2.5 * excess
     assert busiest_rows(model, task) == math.ceil(sent_rows(model, task) * imbalance(model, task))
+
+
+@pytest.mark.parametrize(("vocabulary", "ep"), [(16, 2), (256, 4), (2048, 8)])
+def test_equal_tokens_that_pick_alike_load_a_rank_as_expected(vocabulary: int, ep: int) -> None:
+    """Drawn, 60 times: each kind of token picks once, and comes as often as Zipf's law says."""
+    model = MIXTRAL.replace(experts=16, experts_per_token=2, vocabulary=vocabulary)
+    draw, greatest = Random(0), []
+    parts = [1 / rank for rank in range(1, vocabulary + 1)]
+    assert equal_tokens(vocabulary) == pytest.approx(sum(p * p for p in parts) / sum(parts) ** 2, rel=0.05)
+    for _ in range(60):
+        loads = [0.0] * ep
+        for part in parts:
+            for expert in draw.sample(range(16), 2):
+                loads[expert * ep // 16] += part / sum(parts) / 2
+        greatest.append(max(loads) * ep)
+    excess = sum(greatest) / len(greatest) - 1
+    expected = imbalance(model, Task(64, 4096, 4096, ep=ep)) - 1
+    assert expected / 2 < excess < expected
+
+
+def test_ranks_that_take_turns_on_a_core_leave_it_to_the_busiest() -> None:
+    """Two of four ranks wait at a time at least, so what the busiest has more is another's core's."""
+    node, times = parse_cluster("4xcpu").node, []
+    for turns in (1.0, 1.25, 2.0):
+        crowded = dataclasses.replace(node, device=dataclasses.replace(node.device, ranks_per_core=turns))
+        clock = Clock(QWEN, Cluster((crowded,)), 512, imbalance=1.5)
+        times.append(clock.task(plan(dp=4, ep=4, precision="fp32")).imbalance)
+    assert times == [1.5, 1.2, 1.0]
 
 
 def test_imbalance_lengthens_the_step_and_fills_the_memory() -> None:
@@ -180,7 +210,7 @@ def test_the_search_shares_experts_out_where_that_fits_best_and_says_why() -> No
     assert found.best.plan.ep > 1
     words = " ".join(why(found))
     assert f"ep {found.best.plan.ep} puts {128 // found.best.plan.ep} of 128 on each GPU" in words
-    assert "times the mean (expected of random picks" in words
+    assert "times the mean (expected of text)" in words
     piped = search("mixtral-8x7b", "16xh100", batch=64, pins=Pins.parse(["pp=4"]))
     other = min(point for point in piped.points if (point.layout.ep > 1) != (piped.best.plan.ep > 1))
     exact_s = piped.estimator().step_s(other.layout)

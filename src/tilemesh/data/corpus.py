@@ -62,6 +62,22 @@ def tokenizer_of(data: DataConfig) -> Tokenizer:
     return open_tokenizer(first.tokenizer)
 
 
+def equal_tokens(data: DataConfig, enough: int = 1 << 20) -> float:
+    """How likely two tokens of a source are the same, by about its first million (of several sources, the first's)."""
+    first, _ = data.parts[0]
+    folder = source_path(first.source)
+    pieces, read = [], 0
+    if has_shards(folder):
+        pieces = [open_shards(folder, first).train.tokens(0, enough)]
+    else:
+        for document in encoded_documents(first, tokenizer_of(data)):
+            pieces, read = [*pieces, document.tokens], read + len(document.tokens)
+            if read >= enough:
+                break
+    counts = np.unique(np.concatenate(pieces), return_counts=True)[1] / sum(map(len, pieces))
+    return float((counts**2).sum())
+
+
 def chat_template_of(data: DataConfig, tokenizer: Tokenizer) -> tuple[str | None, Mapping[str, str]]:
     """How conversations are written for a model that a source trained, with the special tokens that the template uses;
     None: it has no template, and was not trained on conversations."""

@@ -9,6 +9,7 @@ step makes the former once a microbatch.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,6 +29,7 @@ from tilemesh.model.work.operations import (
     head_work,
     layer_work,
 )
+from tilemesh.model.work.routing import imbalance
 from tilemesh.model.work.step_exchanges import scatters_of, sent_bytes, updates_of
 from tilemesh.model.work.task import STATE_BYTES, Code, Task, default_code, is_by_layers
 from tilemesh.model.work.weights import RankParameters
@@ -201,9 +203,13 @@ class Clock:
         return plan.zero == 3 and is_by_layers(plan, self.code(plan))
 
     def task(self, plan: ParallelPlan) -> Task:
-        """One microbatch of this layout."""
-        is_gpu = self.cluster.device.kind == "gpu"
-        return Task.of(plan, self.context, self.code(plan), is_gpu, imbalance=self._imbalance)
+        """One microbatch of this layout. Where ranks take turns on a core, one that waits for the busiest leaves it to
+        the others."""
+        is_gpu, turns = self.cluster.device.kind == "gpu", self._device.ranks_per_core
+        task = Task.of(plan, self.context, self.code(plan), is_gpu, imbalance=self._imbalance)
+        if plan.ep == 1 or turns == 1.0:
+            return task
+        return dataclasses.replace(task, imbalance=max(1.0, imbalance(self.model, task) / turns))
 
     def hop_s(self, plan: ParallelPlan) -> float:
         """One microbatch's activations to the next stage."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 from tilemesh.core.hardware import Cluster, Device
@@ -18,7 +18,7 @@ from tilemesh.core.step.memory import StepBytes, away_peaks, memory_peaks
 from tilemesh.core.step.passes import offload
 from tilemesh.core.step.placement import LOOP, TWO_WAYS, ChunkPlacement
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.work.routing import hidden_elements
+from tilemesh.model.work.routing import hidden_elements, imbalance
 from tilemesh.model.work.task import AUTOCAST, STATE_BYTES, Code, Task, default_code, is_by_layers
 from tilemesh.model.work.weights import RankParameters, Shards, shard_parameters
 from tilemesh.plan import constants
@@ -339,7 +339,7 @@ class Room:
         if plan.zero == 1:
             return gradients * rank.parameters.stored(plan) if self.code(plan) != "fused" else 0
         gathered = weights * sum(rank.at_work) if plan.zero == 3 else 0
-        is_made = self.task(plan).chunked_loss and rank.logits > 0
+        is_made = self.microbatch(plan).task.chunked_loss and rank.logits > 0
         return gathered + (gradients * max(rank.at_work) if plan.zero >= 2 and not is_made else 0)
 
     def step_bytes(self, plan: ParallelPlan, counts: tuple[int, ...]) -> StepBytes:
@@ -458,9 +458,9 @@ class Room:
                 looked_up = shards.embeddings - (shards.tied_head if has_head else 0)
             brief += 2 * (parameters.total - looked_up)
         if plan.cp > 1:
-            brief += visiting_bytes(self.model, self.task(plan))
+            brief += visiting_bytes(self.model, microbatch.task)
         if code == "eager" and is_cpu:
-            brief += max(backward_bytes(kind, self.task(plan)) for kind in self.model.kinds)
+            brief += max(backward_bytes(kind, microbatch.task) for kind in self.model.kinds)
         return _RankNeeds(
             parameters,
             0,
@@ -493,9 +493,14 @@ class Room:
         return tuple(sorted(sizes, reverse=True)[: 1 + plan.prefetch])
 
     def task(self, plan: ParallelPlan) -> Task:
-        """One microbatch of this layout."""
+        """One microbatch of this layout. The busiest rank of one layer is not that of the next, so of all rows that a
+        rank keeps the excess is smaller by the root of its layers."""
         is_gpu = self._device.kind == "gpu"
-        return Task.of(plan, self.context, self.code(plan), is_gpu, self._chunked_loss, self._imbalance)
+        task = Task.of(plan, self.context, self.code(plan), is_gpu, self._chunked_loss, self._imbalance)
+        if plan.ep == 1:
+            return task
+        layers = max(1, len(self.model.expert_layers) // plan.pp)
+        return replace(task, imbalance=1 + (imbalance(self.model, task) - 1) / math.sqrt(layers))
 
     def code(self, plan: ParallelPlan) -> Code:
         return self._code or default_code(self._device, plan.precision)
@@ -505,7 +510,7 @@ class Room:
         by_layers = plan.zero == 3 and is_by_layers(plan, self.code(plan))
         key = (
             plan.tp, plan.sequence_parallel, plan.microbatch, plan.attention, plan.precision, by_layers, plan.cp,
-            plan.cp_exchange, plan.ep, plan.expert_tp,
+            plan.cp_exchange, plan.ep, plan.expert_tp, plan.pp if plan.ep > 1 else 1,
         )  # fmt: skip
         microbatch = self._microbatches.get(key)
         if microbatch is None:

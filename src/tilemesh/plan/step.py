@@ -208,7 +208,7 @@ class Estimator:
             traffic=self._traffic(plan, frame),
             bubble_fraction=pace.bubble_fraction(plan.schedule, plan.pp, plan.accumulation, plan.interleave),
             chunk_layers=frame.counts,
-            exchanges=step_exchanges(self.model, plan, self.clock.task(plan), frame.counts),
+            exchanges=step_exchanges(self.model, plan, self.room.task(plan), frame.counts),
             passes=self._step_times(plan, frame) if plan.pp > 1 else None,
             kept=self.room.step_bytes(plan, frame.counts) if plan.pp > 1 else None,
         )

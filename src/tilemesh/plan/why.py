@@ -240,7 +240,7 @@ def _experts(result: SearchResult, best: Prediction) -> str:
     span = plan.ep * plan.ranks_per_expert
     node = result.cluster.node
     where = f"inside a node over {node.intra.name}" if span <= node.count else f"across nodes over {node.inter.name}"
-    told = "as told" if result.imbalance else "expected of random picks; a router that prefers some has more"
+    told = "as told" if result.imbalance else "expected of random picks" if model.balance_loss else "expected of text"
     return (
         f"Experts: ep {plan.ep} puts {model.experts // plan.ep} of {model.experts} on each GPU, whole, so that their "
         f"products stay wide; each sends {format_bytes(sent)} of rows per step {where}, {share:.1%} of the step's "

@@ -20,7 +20,8 @@ from tilemesh.methods.simulate import NAP_S, ServerTimes, simulate_server
 from tilemesh.model.adapter import adapter_parameters
 from tilemesh.model.kernels import TORCH
 from tilemesh.model.work.operations import model_flops
-from tilemesh.model.work.task import Code
+from tilemesh.model.work.routing import imbalance
+from tilemesh.model.work.task import Code, Task
 from tilemesh.model.work.weights import count_parameters
 from tilemesh.plan.local import local_machine
 from tilemesh.plan.prediction import Prediction, prediction_figures
@@ -71,8 +72,21 @@ def estimator(config: TrainConfig, cluster: Cluster, rates: Rates | None) -> Est
     code: Code = "compiled" if config.train.compile else "eager"
     # On a CPU tilemesh's loss is torch's, from logits of all tokens.
     is_chunked = cluster.device.kind == "gpu" and config.kernels_on("cuda").loss != TORCH
-    even = 1.0 if config.train.force_balance else 0.0
-    return Estimator(config.model, cluster, config.context, rates, code, may_replay(config), is_chunked, imbalance=even)
+    uneven = _imbalance(config)
+    return Estimator(
+        config.model, cluster, config.context, rates, code, may_replay(config), is_chunked, imbalance=uneven
+    )
+
+
+def _imbalance(config: TrainConfig) -> float:
+    """Of ranks that share out experts, as `Estimator` takes it: by how often tokens of this run's text are the same,
+    where nothing evens its routers out."""
+    model, plan = config.model, config.plan
+    if config.train.force_balance or plan.ep == 1 or model.balance_loss:
+        return float(config.train.force_balance)
+    from tilemesh.data.corpus import equal_tokens  # reads text, with numpy
+
+    return imbalance(model, Task.of(plan, config.context), equal_tokens(config.data))
 
 
 def _server_figures(config: TrainConfig, predicted: Prediction, cluster: Cluster) -> dict[str, Any]:

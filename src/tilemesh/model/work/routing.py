@@ -1,8 +1,9 @@
 """Rows that a layer's router sends to experts, where ranks share these out: how many leave a rank, and how many come.
 
 The one idea: a rank sends as many rows as its tokens have picks, whatever the router says, but the busiest rank gets
-more than the mean, and all others wait for it. Of tokens that pick at random the excess follows from their number; a
-router that prefers some experts has more, which nobody knows before it is trained (`Task.imbalance`).
+more than the mean, and all others wait for it. Equal tokens pick alike, at least until a router has learnt otherwise:
+so the excess is that of as many random picks as there are different tokens, each weighing as often as it comes. Where a
+loss evens routers out, every token is one of its own. What was observed goes before either (`Task.imbalance`).
 """
 
 from __future__ import annotations
@@ -24,15 +25,22 @@ def busiest_rows(model: ModelConfig, task: Task) -> int:
     return math.ceil(sent_rows(model, task) * imbalance(model, task))
 
 
-def imbalance(model: ModelConfig, task: Task) -> float:
+def equal_tokens(vocabulary: int) -> float:
+    """How likely two tokens of a text are the same, uncounted: by Zipf's law the n-th of them comes 1/n as often."""
+    return math.pi**2 / 6 / (math.log(vocabulary) + 0.5772 + 0.5 / vocabulary) ** 2 if vocabulary > 1 else 1.0
+
+
+def imbalance(model: ModelConfig, task: Task, equal: float | None = None) -> float:
     """Rows of the busiest of the ranks that share out experts, over the mean: as told, or the expected maximum of as
-    many random loads, each the sum of what tokens pick among this rank's experts."""
+    many random loads, each the sum of what tokens pick among this rank's experts. `equal`: as `equal_tokens`."""
     if task.ep == 1 or not model.experts:
         return 1.0
     if task.imbalance:
         return task.imbalance
     apart = (model.experts - model.experts_per_token) / max(1, model.experts - 1)  # a token picks an expert once
-    variance = (1 - 1 / task.ep) * apart / sent_rows(model, task)
+    alike = 0.0 if model.balance_loss else equal_tokens(model.vocabulary) if equal is None else equal
+    alike += model.experts_per_token / (task.ep * sent_rows(model, task))
+    variance = (task.ep - 1) * apart / model.experts_per_token * alike
     return min(float(task.ep), 1 + math.sqrt(2 * math.log(task.ep) * variance))
 
 
