@@ -86,7 +86,7 @@ MOST_LINES = {
     "graph": 9_542,
     "model": 9_913,
     "plan": 8_439,
-    "parallel": 9_655,
+    "parallel": 9_670,
     "methods": 1_978,
     "compress": 1_820,
     "train": 7_959,

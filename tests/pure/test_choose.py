@@ -383,8 +383,29 @@ def llama_8b(layers: int) -> Training:
     return transformer(layers, 64, 1024, 4096, 14336, 32, kv_heads=8, vocabulary=128256, norms=True)
 
 
+@needs_scipy
+def test_recipes_travel_as_their_names_say() -> None:
+    """Megatron's and sequence parallelism exchange activations alone, the latter's input in parts of its tokens."""
+    space = space_of(transformer(2, 4, 64, 2048, 8192, 16), (("tp", 4),))
+    answers = {each.chooser: each for each in with_recipes(space, [choose(space.problem)])}
+    for name, lies in (("megatron", "R"), ("sequence", "tp:S(0)")):
+        chosen = answers[name]
+        assert chosen.choice is not None
+        placed = space.placed(chosen.choice)
+        sent = {
+            (each.collective, math.prod(numbers(each.node.shape))) for each in placed.exchanges if each.nbytes > 100
+        }
+        assert {size for _, size in sent} == {4 * 64 * 2048}, name
+        assert {"all_gather", "reduce_scatter"} <= {collective for collective, _ in sent}
+        [x] = (node for node in space.graph.inputs if node["name"] == "x")
+        assert lies == str(placed.placements[x]) or name == "megatron"
+    figures = [answers[name].figures for name in ("ilp", "megatron", "sequence", "fsdp")]
+    seconds = [each.seconds for each in figures if each is not None]
+    assert seconds == sorted(seconds), "few tokens and large weights: no other layout is as fast"
+
+
 def test_recipes_pin_the_layouts_that_their_names_say() -> None:
-    space = space_of(transformer(2, 8, 16, 64, 128, 4), (("tp", 2), ("dp", 2)), "4xh100")
+    space = space_of(transformer(1, 8, 16, 64, 128, 4), (("tp", 2), ("dp", 2)), "4xh100")
     pins = recipes(space)
 
     def of(name: str, weight: str) -> set[str]:

@@ -10,17 +10,22 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from tilemesh.core.errors import RunError
 from tilemesh.core.tensor_placement import Mark, S, TensorPlacement
 from tilemesh.graph.ir import Node
+from tilemesh.parallel.choose.integer import integer
 from tilemesh.parallel.choose.walk import greedy
-from tilemesh.plan.place.problem import Chosen
+from tilemesh.plan.place.problem import Chosen, PlacementProblem
 from tilemesh.plan.place.space import PlacementSpace
 
 Pins = dict[str, TensorPlacement]
+REST_S = 10.0
+"""That choosing what a recipe leaves may take."""
 
 
 def recipes(space: PlacementSpace) -> dict[str, Pins]:
-    """By name: data parallelism with whole weights (ddp) or cut ones (fsdp), megatron's, and on two axes both (2d)."""
+    """By name: data parallelism with whole weights (ddp) or cut ones (fsdp), megatron's, that with tokens cut between
+    blocks (sequence), and on two axes megatron's with fsdp (2d)."""
     axes = [axis for axis, _ in space.cost.axes]
     summed = _summed_dims(space)
     if not summed:
@@ -36,7 +41,8 @@ def recipes(space: PlacementSpace) -> dict[str, Pins]:
     whole = {str(node["name"]): TensorPlacement() for node in summed}
     sharded = {str(node["name"]): cut(node, (batch, S(0))) for node in summed}
     megatron = {str(node["name"]): cut(node, (model, S(dim))) for node, (dim, _) in summed.items()}
-    found = {"ddp": rows | whole, "fsdp": rows | sharded, "megatron": megatron}
+    tokens = {str(node["name"]): cut(node, (model, S(1 if len(node.shape) > 2 else 0))) for node in data}
+    found = {"ddp": rows | whole, "fsdp": rows | sharded, "megatron": megatron, "sequence": megatron | tokens}
     if batch != model:
         both = {
             str(node["name"]): cut(node, (model, S(dim)), (batch, S(other))) for node, (dim, other) in summed.items()
@@ -46,14 +52,23 @@ def recipes(space: PlacementSpace) -> dict[str, Pins]:
 
 
 def with_recipes(space: PlacementSpace, answers: Sequence[Chosen]) -> list[Chosen]:
-    """These answers and those of recipes, the rest of which is chosen greedily; the fastest first."""
+    """These answers and those of recipes, each with the best rest; the fastest first."""
     bound = max((each.bound_s for each in answers), default=0.0)
     more = []
     for name, pins in recipes(space).items():
         left = space.pinned(pins)
         if all(left.values()):  # a dim may be too short to be cut
-            more.append(replace(greedy(space.problem.fixed(left)), chooser=name, bound_s=bound))
+            more.append(replace(_rest(space.problem.fixed(left)), chooser=name, bound_s=bound))
     return sorted([*answers, *more], key=lambda each: each.figures.seconds if each.figures else math.inf)
+
+
+def _rest(problem: PlacementProblem) -> Chosen:
+    """What pins leave: greedily it may gather the very weights that they cut."""
+    try:
+        chosen = integer(problem, REST_S)
+    except RunError:  # without scipy
+        return greedy(problem)
+    return chosen if chosen.choice is not None else greedy(problem)
 
 
 def _summed_dims(space: PlacementSpace) -> dict[Node, tuple[int, int]]:
