@@ -95,7 +95,7 @@ MOST_LINES = {
     "report": 6_250,
     "bench": 9_294,
     "cli": 6_043,
-    "guide": 17_289,
+    "guide": 17_297,
 }
 SOURCE_SUFFIXES = (".py", ".c", ".h", ".cu", ".cuh", ".js", ".css")
 THIRD_PARTY_FREE = ("core", "comm.schedules", "model.work", "plan")

@@ -608,6 +608,16 @@ def test_a_terminal_of_80_columns_breaks_between_words(tmp_path: Path) -> None:
     assert [line for line in lines if line.startswith(" " * 12)], "code goes on further to the right"
 
 
+@pytest.mark.parametrize("width", range(24, 60))
+def test_a_number_stays_with_its_unit_where_a_line_ends(width: int) -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=width, force_terminal=True, color_system=None)
+    lesson = Lesson("1", ask=lambda prompt: "64 KiB", console=console)
+    lesson.show(lesson.predict("bytes", unit="B", model=589824.0), 589824.0, limit=294912.0)
+    said = out.getvalue()
+    assert (said.count("576 KiB"), said.count("288 KiB"), said.count("64 KiB")) == (2, 1, 1)
+
+
 @pytest.mark.parametrize(("part", "exercise"), CODE, ids=exercise_id)
 def test_a_template_fits_80_columns(part: GuidePart, exercise: Exercise) -> None:
     assert max(map(len, exercise.template.splitlines())) <= 80

@@ -32,7 +32,7 @@ from tilemesh.guide.quantity import hint_of, parse_quantity
 from tilemesh.measure.machine import stamp
 from tilemesh.measure.row import CaseValue, Row
 from tilemesh.measure.sample import Sample
-from tilemesh.measure.table import format_value, print_rows, wrapped
+from tilemesh.measure.table import format_value, print_rows, print_words, wrapped
 
 Figure = Literal["measured", "counted", "simulated", "planned"]
 """A result was timed here, counted by a program that ran, read from a simulated clock, or computed for a plan."""
@@ -97,6 +97,13 @@ class Lesson:
         self._ask = ask or reader()
         self._progress = (progress or ReaderProgress()) if self._ask is not None else None
 
+    def _say(self, words: str) -> None:
+        """Whole lines in a pipe; broken between words, and never before a unit, in a terminal."""
+        if self._in_pipe:
+            self.console.print(words, markup=False, soft_wrap=True)
+        else:
+            print_words(words, self.console)
+
     # Predictions ------------------------------------------------------------------------------------------------
 
     def predict(self, question: str, *, unit: str, model: float | None = None, name: str = "") -> Guess:
@@ -118,7 +125,7 @@ class Lesson:
                 guessed = _positive(text, unit)
                 return Guess(question, unit, guessed, model, by_reader=True, name=name or question)
             except UsageError as error:
-                self.console.print(f"  {error}", markup=False, soft_wrap=self._in_pipe)
+                self._say(f"  {error}")
         # A reader who skips has no guess; where nobody can be asked the cost model's is the guess.
         skipped = "no guess: the result follows" if self._ask else "nobody can be asked: the cost model answers"
         self.console.print(f"  {skipped}", soft_wrap=self._in_pipe)
@@ -163,7 +170,7 @@ class Lesson:
         }
         words = [f"{what} {format_value(value, guess.unit)}" for what, value in values.items() if value is not None]
         line = f"  {guess.name}: " + " · ".join(words)
-        self.console.print(line, markup=False, soft_wrap=self._in_pipe)
+        self._say(line)
         return row
 
     def add(self, row: Row, stored: str = "") -> None:
@@ -188,13 +195,13 @@ class Lesson:
             raise unknown("exercise", key, known)
         exercise = known[key]
         self.console.print(f"[bold]Exercise {key}:[/]", soft_wrap=self._in_pipe)
-        self.console.print(_without_stars(exercise.question), markup=False, soft_wrap=self._in_pipe)
+        self._say(_without_stars(exercise.question))
         if exercise.is_code or self._ask is None:
             if exercise.is_code:
                 self.console.print(exercise.template, markup=False, soft_wrap=True)  # to be copied
             given = "FILE.py" if exercise.is_code else "ANSWER"
             line = f"tilemesh guide {self.part.key} --exercise {key} --answer {given}"
-            self.console.print(f"  Answer it with: {line} ({exercise.hint})", markup=False, soft_wrap=self._in_pipe)
+            self._say(f"  Answer it with: {line} ({exercise.hint})")
             return
         wrong = 0
         while wrong < MOST_TRIES:
@@ -208,14 +215,14 @@ class Lesson:
             if is_right is not None and wrong < MOST_TRIES:
                 self.console.print("  Try again.")
         line = f"tilemesh guide {self.part.key} --exercise {key} --answer ANSWER"
-        self.console.print(f"  Go on for now, and come back to it with: {line}", markup=False, soft_wrap=self._in_pipe)
+        self._say(f"  Go on for now, and come back to it with: {line}")
 
     def answer(self, exercise: Exercise, text: str) -> bool | None:
         """Judge what a reader typed, say why it is wrong if it is, and remember the try. None: it is no answer."""
         try:
             return self.judge(exercise, exercise.read(text))
         except UsageError as error:
-            self.console.print(f"  {error}", markup=False, soft_wrap=self._in_pipe)
+            self._say(f"  {error}")
             return None
 
     def judge(self, exercise: Exercise, given: Any) -> bool:
@@ -224,7 +231,7 @@ class Lesson:
         if self._progress is not None:
             self._progress.answered(self.part.key, exercise.key, why is None)
         verdict = f"  Right. {exercise.explanation}" if why is None else f"  Not yet. {why}"
-        self.console.print(_without_stars(verdict), markup=False, soft_wrap=self._in_pipe)
+        self._say(_without_stars(verdict))
         return why is None
 
     # The end ----------------------------------------------------------------------------------------------------
@@ -253,13 +260,13 @@ class Lesson:
             if guess.by_reader and guess.value is not None
         ]
         for line in how_far_off(self.guesses):
-            self.console.print(line, markup=False, soft_wrap=self._in_pipe)
+            self._say(line)
         if self._progress is not None:
             self._progress.finish(self.part.key, made)
         following = next_part(self.part)
         if following is not None:
             line = f"Next: {following.words}, tilemesh guide {following.key}"
-            self.console.print(line, markup=False, soft_wrap=self._in_pipe)
+            self._say(line)
 
 
 def show_code(code: str, console: Console, indent: str = "") -> None:

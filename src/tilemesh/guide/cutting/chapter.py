@@ -12,12 +12,11 @@
 # - **2-D tiles**: rows of A over one pair of ranks, columns of B over the other. Each rank has a tile of C.
 # - **rows and K**: rows of A over one pair, K over the other. Each rank has a part of the sum of half of C.
 #
-# Along each axis of a mesh (here `tp` and `dp`) a tensor is R (the same on every rank), S(0) or S(1) (cut along that
-# dim), or P (a part of a sum). C has 256 × 192 numbers of 8 bytes, 384 KiB. What does each rank send along K?
+# A mesh is the ranks on a grid with named axes, here `tp` and `dp` (chapter 1). Along each axis a tensor is R (the same
+# on every rank), S(0) or S(1) (cut along that dim), or P (a part of a sum); torch's DTensor says Replicate, Shard and
+# Partial. C has 256 × 192 numbers of 8 bytes, 384 KiB. What does each rank send along K?
 
 # %%
-import math
-
 import numpy as np
 
 from tilemesh.core.hardware import parse_cluster
@@ -83,9 +82,9 @@ for before in (P, S(0), S(1), R):
 #
 # If only one tensor is cut by hand, what follows for the others? Rules say for each operator in which ways it can be
 # cut with nothing exchanged. Known placements spread along them, forward and backward, and an exchange is put in only
-# where nothing else is left. This is **GSPMD's** idea. The graph: a training step of relu(x·A)·B, with its gradients
-# and its new matrices (chapter 15). We annotate A alone: cut by columns. What does each rank send in the whole step,
-# with 64 tokens of width 256?
+# where nothing else is left. This is **GSPMD's** idea. The graph: a training step of relu(x·A)·B, two products with
+# max(·, 0) between them, with its gradients and its new matrices (chapter 15). We annotate A alone: cut by columns.
+# What does each rank send in the whole step, with 64 tokens of width 256?
 
 # %%
 small, small_carried = work.mlp_step(64, 256, 1024, dtype="float64")
@@ -114,13 +113,13 @@ assert str(annotated.placements[small.inputs[2]]) == "tp:S(0)"
 #
 # ## Nobody annotates
 #
-# Without annotations every operator is free. The step above, on four ranks: the operators that decide have a few ways
-# each. How long would this machine take to try every combination?
+# Without annotations every operator is free. The step above, on four ranks: some operators decide, with a few ways
+# each; the others lie as what they read does. How long would this machine take to try every combination?
 
 # %%
 space = work.space_of((step, carried))
 problem = space.problem
-many = math.prod(len(own) for own in problem.seconds)
+many = int(np.prod([len(own) for own in problem.seconds]))
 print(f"{len(step.nodes())} operators, of which {len(problem.seconds)} decide, with "
       f"{' · '.join(str(len(own)) for own in problem.seconds)} = {many:,} placements")  # fmt: skip
 # a few dozen table lookups in Python
@@ -137,12 +136,13 @@ lesson.show(
 # - **random**: the best of a thousand. **greedy**: change one operator's way at a time while it helps.
 # - **MCMC**: such changes too, but a worse one is sometimes taken, less and less (FlexFlow).
 # - **learned**: a policy draws placements and is rewarded for short times, by chapter 12's REINFORCE (ColocRL).
-# - **DP**, dynamic programming: of all beginnings that look alike to the rest only the best goes on. Exact, if all
-#   kinds of beginnings are kept; on wide graphs there are too many, and ours keeps 100.
+# - **dp**, dynamic programming (not data parallelism): a *beginning* is a choice for the first operators; of all that
+#   look alike to the rest only the best goes on. Exact, if all kinds of beginnings are kept; on wide graphs there are
+#   too many, and ours keeps 100.
 # - **ILP**: one variable of 0 or 1 for each way of each operator, and a solver that also proves a bound (Alpa).
 #
 # All are judged by one predicted time. Here they race (without scipy the ILP is missing: `pip install
-# 'tilemesh[choose]'`), beside a DP that keeps all beginnings and so proves the least:
+# 'tilemesh[choose]'`), beside a dp that keeps all beginnings and so proves the least:
 
 # %%
 for tokens in (64, 1024):
@@ -150,8 +150,7 @@ for tokens in (64, 1024):
     proved = dynamic(space.problem, most=1_000_000)
     answers = race(space.problem)
     assert proved.is_optimal
-    assert proved.figures is not None
-    least_s = proved.figures.seconds
+    least_s = space.problem.figures(proved.choice or ()).seconds
     print(
         f"{tokens} tokens: the least is {format_seconds(least_s)}, proved by {proved.evaluations:,} beginnings priced"
     )
@@ -183,12 +182,10 @@ for answer in answers:
 tiny = work.mlp_step(64, 256, 1024, dtype="float64")
 space = work.space_of(tiny)
 for name in ("dp", "random"):
-    chosen = choose(space.problem, name)
-    assert chosen.choice is not None
-    assert chosen.figures is not None
-    carried_out = work.run_placed(space.placed(chosen.choice), work.arrays_of(tiny[0]))
+    choice = choose(space.problem, name).choice or ()
+    carried_out = work.run_placed(space.placed(choice), work.arrays_of(tiny[0]))
     assert all(np.allclose(a, b, rtol=1e-10) for a, b in zip(carried_out.outputs, alone, strict=True))
-    predicted, counted = chosen.figures.sent_bytes, carried_out.sent[0]
+    predicted, counted = space.problem.figures(choice).sent_bytes, carried_out.sent[0]
     assert counted <= predicted + 100
     print(f"{name}: {format_bytes(int(predicted))} per rank predicted, {format_bytes(counted)} counted; equal numbers")
 

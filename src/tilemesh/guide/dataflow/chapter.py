@@ -48,8 +48,8 @@ assert np.isclose(run_numpy(both, *(np.float64(each) for each in (1, 3, 1)))[1],
 # The pass did not compute a derivative, it *wrote a program* for it, and exp(x), which the value and its slope both
 # need, is there once. One pass of forward mode says how everything moves with **one** input. **Reverse mode** goes
 # from the result back: each operator hands on to its operands how the result moves with them (the last exercise).
-# One pass gives the slopes of **one** result with respect to all inputs. The graph above has 256 + 192 inputs that are
-# numbers of x, A and B (32 × 8, 8 × 16, 16 × 4), and one loss. How many times more passes does forward mode need?
+# One pass gives the slopes of **one** result with respect to all inputs. Above, x has 32 × 8 numbers, A 8 × 16 and B
+# 16 × 4, and there is one loss. For all its slopes, how many times more passes does forward mode need?
 
 # %%
 guess = predict(
@@ -63,7 +63,8 @@ lesson.show(guess, ratio, missing={"limit": "1: as many inputs as results"}, fig
 # ## Why not layer by layer?
 #
 # Older systems (Caffe) knew *layers*: each has code forward, and code backward that somebody wrote. Backpropagation
-# runs the second kind in reverse. It gives the same gradients:
+# runs the second kind in reverse. (PyTorch is between the two: autograd notes each operator as it runs and walks the
+# notes back once; `torch.compile` writes both passes as a graph, as here.) The gradients are the same:
 
 # %%
 lesson.source(work.by_layers)
@@ -86,7 +87,8 @@ print(f"forward {work.launches(forward)} operators; with gradients and update {w
 # - what nobody asks for is not in it (here the gradient of x), with no flag for it in any layer;
 # - it can be differentiated again. A layer would need somebody to write the backward of its backward.
 #
-# So the curvature along a direction, ∇(∇L · v), costs one line. Checked by two gradients a little apart:
+# So how the gradient itself changes along a direction v, ∇(∇L · v), costs one line. Checked by two gradients a little
+# apart:
 
 # %%
 direction = build.argument("v", [8, 16], "float64")
@@ -141,7 +143,7 @@ lesson.show(guess, float(sum(12**length for length in (1, 2, 3))), limit=12.0, f
 #
 # Two programs may be equal and one of them cheaper. A wrong rule is worse than none. How would you know? Candidates
 # are first *refuted*: both sides are computed on small random matrices, exactly (modulo a prime). What survives is
-# *proved* from a few axioms (by z3, once; the proofs are kept and checked when they are read):
+# *proved* from a few axioms (by the theorem prover z3, once; the proofs are kept and checked when they are read):
 
 # %%
 for text in ("dot(x, add(y, z)) = add(dot(x, y), dot(x, z))", "dot(x, y) = dot(y, x)",
@@ -175,7 +177,8 @@ print(found.graph)
 # The same loop chooses how a kernel computes: **AutoTVM** has a template with knobs (the space), a cost model that
 # *learns* from measured kernels, and measures only what looks good. Ours (`kernels/tuning/search.py`) begins with a
 # formula and corrects it by what was measured nearby. Here it tunes one knob on your machine: the block of the chain
-# above when numpy computes it a block at a time. Small blocks cost calls, large ones leave the cache.
+# above when numpy computes it a block at a time. Small blocks cost calls, large ones leave the cache (if yours is large
+# enough, all at once is as good: the formula does not know it, the measurement does).
 
 # %%
 elements = 1 << 22
@@ -203,7 +206,8 @@ print(f"{len(sizes)} sizes, {len(kept)} after pruning, {len(tried)} measured; be
 #
 # ## My CNN is slow on a fast GPU: why?
 #
-# Six convolutions with batch norm and ReLU, 32 channels, pictures of 32 × 32. An H100 does 990 TFLOP/s. For one
+# A convolution slides a small window of weights over a picture; a batch norm shifts and scales each of its channels;
+# ReLU is max(·, 0). Six of each, 32 channels, pictures of 32 × 32. An H100 does 990 TFLOP/s. For one
 # picture, how much of the time is arithmetic? (Planned: a launch of some 5 µs and a roofline for each of 30 operators.)
 
 # %%
