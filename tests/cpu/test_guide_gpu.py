@@ -15,6 +15,7 @@ from tilemesh.guide import on_gpu
 from tilemesh.guide.book import part_of
 from tilemesh.guide.collectives import work as collectives
 from tilemesh.guide.data_parallel import work as data_parallel
+from tilemesh.guide.dataflow import work as dataflow
 from tilemesh.guide.pipelines import work as pipelines
 from tilemesh.guide.runner import run_part
 from tilemesh.guide.tensor_parallel import work as tensor_parallel
@@ -68,3 +69,9 @@ def test_a_chapter_adds_its_gpu_row(key: str, folder: str, monkeypatch: pytest.M
     monkeypatch.setattr(work, "gpu_row", SMALL[folder])
     rows = run_part(part_of(key), Console(file=io.StringIO(), width=120))
     assert sum("gpu" in row.case for row in rows) == 1
+
+
+def test_chapter_15_times_its_network_on_a_device() -> None:
+    seconds = dataflow.on_device("cpu", (1, 2))
+    assert set(seconds) == {f"batch {batch}{layout}" for batch in (1, 2) for layout in ("", ", channels last")}
+    assert min(seconds.values()) > 0
