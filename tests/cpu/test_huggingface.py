@@ -46,6 +46,11 @@ GEMMA2 = LLAMA | {
     "attn_logit_softcapping": 2.0,
     "final_logit_softcapping": 3.0,
 }
+DEEPSEEK = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"} | {
+    "kv_lora_rank": 14, "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+    "n_routed_experts": 6, "n_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
 KERNELS = {"gemma2": "eager"}  # sdpa knows of no soft cap
 CASES = {
     "gpt2": ("gpt2", GPT2),
@@ -97,6 +102,10 @@ CASES = {
     "qwen2-moe": ("qwen2_moe", LLAMA | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
                                         "shared_expert_intermediate_size": 28, "intermediate_size": 16,
                                         "decoder_sparse_step": 2}),
+    "deepseek-v2": ("deepseek_v2", DEEPSEEK),
+    "deepseek-v2-equal": ("deepseek_v2", DEEPSEEK | {"first_k_dense_replace": 0, "v_head_dim": 12,
+                                                     "n_shared_experts": 1, "rms_norm_eps": 1e-3,
+                                                     "tie_word_embeddings": True}),
     "olmoe": ("olmoe", LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": None,
                                 "eos_token_id": None}),
 }  # fmt: skip
@@ -133,6 +142,8 @@ OURS = {
     "qwen2_moe": ModelConfig(**_LLAMA | {"biases": "qkv"}, experts=4, shared_width=12, shared_gate=True,
                              dense_layers=(0,), dense_width=20),
     "olmoe": ModelConfig(**_LLAMA, experts=4, experts_per_token=1, qk_norm="full"),
+    "deepseek_v2": ModelConfig(**_LLAMA, head_width=6, rotary_fraction=1 / 3, latent_width=10, value_width=5,
+                               experts=4, mlp_width=12, shared_width=24, router_renormalized=False),
 }  # fmt: skip
 
 
@@ -162,7 +173,7 @@ class Rotary64(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.rotary = config.rope_parameters
+        self.rotary, self.is_complex = config.rope_parameters, config.model_type == "deepseek_v2"
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.width = int(width * self.rotary.get("partial_rotary_factor", 1.0))
 
@@ -205,10 +216,12 @@ class Rotary64(nn.Module):
             return float((rotary["mscale"] * log + 1) / (rotary["mscale_all_dim"] * log + 1))
         return log + 1
 
-    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         rotary = self.rotary if layer_type is None else self.rotary[layer_type]
         angle = position_ids[..., None].double() * self.frequencies(rotary)
         both, factor = torch.cat((angle, angle), dim=-1), self.attention_factor(rotary)
+        if self.is_complex:
+            return torch.polar(torch.full_like(angle, factor), angle)
         return both.cos() * factor, both.sin() * factor
 
 
@@ -231,7 +244,7 @@ class Router64(nn.Module):
     def __init__(self, router: Any) -> None:
         super().__init__()
         self.weight, self.picked = router.weight, router.top_k
-        self.renormalizes = getattr(router, "norm_topk_prob", True)  # Mixtral always does
+        self.renormalizes = getattr(router, "norm_topk_prob", "Deepseek" not in type(router).__name__)  # Mixtral always
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         scores = x.reshape(-1, x.shape[-1]) @ self.weight.T
@@ -254,6 +267,12 @@ def attend64(
     return torch.stack(heads, 2), None
 
 
+def turned64(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, ...]:
+    """DeepSeek's rotary pairs, of neighbours, as wide as they come; their code turns them in float32."""
+    pairs = (torch.view_as_complex(x.double().reshape(*x.shape[:-1], -1, 2).contiguous()) for x in (q, k))
+    return tuple(torch.view_as_real(x * angles[:, None]).flatten(3).to(q.dtype) for x in pairs)
+
+
 def widened(model: Any) -> Any:
     """Their model in float64 throughout: norms, angles, routers, Gemma 2's softmax and Gemma's factor, which are
     float32 by their code."""
@@ -267,12 +286,14 @@ def widened(model: Any) -> Any:
         model.set_attn_implementation("eager")
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # grouped products know no float64
+    if model.config.model_type == "deepseek_v2":
+        sys.modules[type(model).__module__].apply_rotary_emb = turned64  # type: ignore[attr-defined]
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             kind = type(child).__name__
             if kind.endswith("RMSNorm"):
                 setattr(module, name, Norm64(child, kind.startswith("Gemma")))
-            elif kind.endswith("TopKRouter"):
+            elif kind.lower().endswith("topkrouter"):
                 setattr(module, name, Router64(child))
             elif kind.endswith("RotaryEmbedding"):
                 setattr(module, name, Rotary64(model.config))
@@ -336,12 +357,29 @@ def test_a_model_saved_without_its_head_is_read(transformers: Any, case: str, tm
     torch.testing.assert_close(logits_of(ours), logits_of(widened(model)), rtol=1e-12, atol=1e-12)
 
 
+def test_deepseek_scales_scores_where_yarn_stretched_them(transformers: Any, tmp_path: Path) -> None:
+    """As the published Lite: two factors, of which one multiplies scores; and they come back out as they went in."""
+    code = pytest.importorskip("transformers.models.deepseek_v2.modeling_deepseek_v2")
+    if not hasattr(code, "yarn_apply_mscale"):
+        pytest.skip("this version of transformers leaves mscale_all_dim out")
+    scales = {"mscale": 0.9, "mscale_all_dim": 0.7}
+    settings = DEEPSEEK | {"rope_parameters": YARN | scales}
+    model: Any = lively(transformers.DeepseekV2ForCausalLM(transformers.DeepseekV2Config(**settings)))
+    model.save_pretrained(tmp_path)
+    ours = huggingface.load(tmp_path).eval()
+    assert ours.config.score_gain > 1
+    torch.testing.assert_close(logits_of(ours), logits_of(model), rtol=1e-5, atol=1e-5)
+    written = families.to_json(ours.config, "float32")["rope_parameters"]
+    assert {key: written[key] for key in scales} == scales
+
+
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_their_defaults_are_ours(transformers: Any, name: str) -> None:
     """A key that config.json leaves out means what it means to them."""
-    written = transformers.AutoConfig.for_model(name).to_dict()
+    said = {"q_lora_rank": None, "num_experts_per_tok": 6} if name == "deepseek_v2" else {}  # else not of Lite's shape
+    written = transformers.AutoConfig.for_model(name, **said).to_dict()
     sizes = {"model_type", "tie_word_embeddings", *families.FAMILIES[name].sizes.values()}
-    short = {key: value for key, value in written.items() if key in sizes}
+    short = {key: value for key, value in written.items() if key in sizes | set(said)}
     assert families.from_json(short) == families.from_json(written)
 
 

@@ -31,6 +31,9 @@ SHARED: dict[str, Any] = {
     "experts": 5, "experts_per_token": 3, "router_renormalized": False, "shared_width": 24, "shared_gate": True,
     "biases": "qkv",
 }  # fmt: skip
+LATENT: dict[str, Any] = {
+    "kv_heads": 4, "head_width": 12, "rotary_fraction": 1 / 3, "latent_width": 10, "value_width": 5, "score_gain": 1.2,
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": GPT | {"dropout": 0.1},
     "gpt_neox": GPT | {"parallel_residual": True, "positions": "rotary", "rotary_fraction": 0.5, "tied": False},
@@ -42,6 +45,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": LLAMA | {"window": 8},
     "gemma3": GEMMA,
     "mixtral": LLAMA | {"experts": 4},
+    "latent": LLAMA | LATENT,
     "qwen2_moe": LLAMA | SHARED,
     "some layers without experts": LLAMA | SHARED | {"dense_layers": (0, 2), "dense_width": 40},
     "shared alone": LLAMA | SHARED | {"shared_gate": False, "experts_per_token": 1, "router_renormalized": True},

@@ -64,6 +64,10 @@ BASES: Mapping[str, dict[str, Any]] = {
     "qwen2_moe": {"model_type": "qwen2_moe", **_LLAMA, "num_experts": 5, "num_experts_per_tok": 2,
                   "moe_intermediate_size": 20, "shared_expert_intermediate_size": 12, "mlp_only_layers": [1]},
     "olmoe": {"model_type": "olmoe", **_LLAMA, "num_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v2": {"model_type": "deepseek_v2", **_LLAMA, "num_key_value_heads": None, "kv_lora_rank": 10,
+                    "q_lora_rank": None, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 3,
+                    "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
+                    "moe_intermediate_size": 20, "first_k_dense_replace": 1},
 }  # fmt: skip
 
 _PLAIN = {"rope_type": "default", "rope_theta": 500.0}

@@ -89,6 +89,9 @@ def smaller_config(config: ModelConfig, wanted: PruneRecipe) -> tuple[ModelConfi
         each = config.heads // config.kv_heads
         if config.qk_norm == "full":
             raise UsageError("pruning heads under a norm over all heads (OLMo 2) changes the norm: prune mlp or layers")
+        if config.latent_width:
+            raise UsageError("pruning heads of latent attention: keys and values have no rows of their own in the "
+                             "latent; prune mlp or layers")  # fmt: skip
         kept = units - gone
         return config.replace(heads=kept * each, kv_heads=kept, head_width=config.head_width), gone
     full = tuple(range(config.layers - gone)) if config.window else ()

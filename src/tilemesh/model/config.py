@@ -105,6 +105,13 @@ class ModelConfig:
     """Base of the rotary frequencies, without scaling, in layers with a window (Gemma 3); 0: as in the others."""
     score_width: Annotated[int, Range(0, 1_000_000)] = 0
     """Attention's scores are divided by the square root of this; 0: of the head's width."""
+    score_gain: Annotated[float, Range(0, above=True)] = 1.0
+    """Attention's scores are multiplied by this as well (DeepSeek-V2 with yarn)."""
+    latent_width: Annotated[int, Range(0, 1_000_000)] = 0
+    """Latent attention (DeepSeek-V2): keys and values of all heads are made of one latent of this width, normalized;
+    the part of keys that is turned is made beside it, one for all heads; 0: of the residual stream."""
+    value_width: Annotated[int, Range(0, 1_000_000)] = 0
+    """With a latent, width of a head of values, at most head_width; 0: as wide as queries and keys."""
     score_cap: Annotated[float, Range(0)] = 0.0
     """Attention's scores s are cap x tanh(s / cap) before the softmax (Gemma 2); 0: as they are."""
     logit_cap: Annotated[float, Range(0)] = 0.0
@@ -162,6 +169,21 @@ class ModelConfig:
                 f"rotary positions turn pairs and {self.rotary_width} of a head are rotated: expected an even width"
             )
         self._check_kinds()
+        self._check_latent()
+
+    def _check_latent(self) -> None:
+        if not self.latent_width:
+            if self.value_width:
+                raise UsageError(f"value_width {self.value_width} without a latent: set model.latent_width")
+            return
+        if self.value_width > self.head_width:
+            raise UsageError(f"value_width is {self.value_width}: expected at most the head's {self.head_width}")
+        if self.positions != "rotary" or not 0 < self.rotary_width < self.head_width:
+            raise UsageError("latent_width without rotary positions of a part of each head: set model.rotary_fraction")
+        wrong = {"kv_heads": self.heads, "qk_norm": "none", "biases": False}
+        for name, value in wrong.items():
+            if getattr(self, name) != value:
+                raise UsageError(f"latent_width with {name} {getattr(self, name)}: set model.{name}={value}")
 
     def _check_kinds(self) -> None:
         """Refuse settings that have no meaning together."""
@@ -233,7 +255,7 @@ class ModelConfig:
     @property
     def rotary_width(self) -> int:
         """How much of a head is rotated."""
-        return int(self.head_width * self.rotary_fraction)
+        return int(self.head_width * self.rotary_fraction + 1e-9)  # a fraction may be a quotient of two widths
 
     @property
     def turned_factor(self) -> float:
@@ -251,7 +273,7 @@ class ModelConfig:
     @property
     def query_factor(self) -> float:
         """What queries are multiplied by, so that scores divided by sqrt(head_width) come out as asked for."""
-        return math.sqrt(self.head_width / self.score_width) if self.score_width else 1.0
+        return self.score_gain * (math.sqrt(self.head_width / self.score_width) if self.score_width else 1.0)
 
     @property
     def query_width(self) -> int:
@@ -260,8 +282,18 @@ class ModelConfig:
 
     @property
     def kv_width(self) -> int:
-        """Width of all keys together; the values are as wide."""
+        """Width of all keys together; the values are as wide, with zeros where a head of them is narrower."""
         return self.kv_heads * self.head_width
+
+    @property
+    def value_head_width(self) -> int:
+        """Width of a head of values."""
+        return self.value_width or self.head_width
+
+    @property
+    def plain_width(self) -> int:
+        """How much of a head is not turned: with a latent, what each head of keys has of its own."""
+        return self.head_width - self.rotary_width
 
     @property
     def mlp_inputs(self) -> int:

@@ -198,19 +198,22 @@ def _parameters(
 def _joined(entry: Entry, ours: Sequence[Tensor]) -> Tensor:
     """Our parameters as one tensor of theirs, before it is transposed."""
     if len(ours) == 1:
-        return ours[0]
+        return ours[0][list(entry.rows)] if entry.rows else ours[0]
     if not entry.heads:
         return torch.cat(list(ours))
     by_head = [part.reshape(entry.heads, -1, *part.shape[1:]) for part in ours]
-    return torch.stack(by_head, dim=1).flatten(0, 2)
+    return torch.cat(by_head, dim=1).flatten(0, 1)
 
 
 def _separated(entry: Entry, whole: Tensor, rows: Sequence[int]) -> Sequence[Tensor]:
     """The way back: our parameters, of so many rows each."""
+    if entry.rows:
+        return [torch.empty_like(whole).index_copy_(0, torch.tensor(entry.rows, device=whole.device), whole)]
     if not entry.heads:
         return torch.split(whole, list(rows))
-    by_head = whole.reshape(entry.heads, len(entry.ours), -1, *whole.shape[1:])
-    return [part.flatten(0, 1) for part in by_head.unbind(1)]
+    by_head = whole.reshape(entry.heads, -1, *whole.shape[1:])
+    parts = torch.split(by_head, [count // entry.heads for count in rows], dim=1)
+    return [part.flatten(0, 1) for part in parts]
 
 
 def _expected(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -85,7 +85,13 @@ def _their_names(model: Transformer) -> dict[str, str]:
     """Of our matrices that are one plain Linear on their side."""
     names = {}
     for entry in entries(model.config):
-        if len(entry.ours) == 1 and not entry.transposed and not entry.heads and entry.ours[0].endswith(".weight"):
+        if (
+            len(entry.ours) == 1
+            and not entry.transposed
+            and not entry.heads
+            and not entry.rows
+            and entry.ours[0].endswith(".weight")
+        ):
             names[entry.ours[0].removesuffix(".weight")] = entry.theirs.removesuffix(".weight")
     return names
 

@@ -29,7 +29,7 @@ from tilemesh.model.experts import Choices, Experts, RoutedOutput
 from tilemesh.model.fresh import give_memory, initialize
 from tilemesh.model.kernels import STANDARD, TORCH, ModelKernels
 from tilemesh.model.linear import DENSE, Fused, Linear
-from tilemesh.model.norm import head_norm_of, norm_of
+from tilemesh.model.norm import ResidualNorm, head_norm_of, norm_of
 from tilemesh.model.part import ModelPart, whole_part
 from tilemesh.model.rotary import RotaryAngles, RotaryTable, rotary_angles, rotate
 from tilemesh.model.soft_cap import soft_capped
@@ -37,6 +37,8 @@ from tilemesh.model.soft_cap import soft_capped
 # What the first projection applies, and the gate where there is one. `gelu` is GPT-2's, the tanh form.
 _FIRST_ACTIVATION = {"relu": "relu", "gelu": "gelu_tanh", "gelu-erf": "gelu", "swiglu": "none", "geglu": "none"}
 _GATE_ACTIVATION = {"swiglu": "silu", "geglu": "gelu_tanh"}
+LATENT_EPSILON = 1e-6
+"""Of the norm of a latent: DeepSeek's code has it whatever the other norms' is."""
 
 
 @dataclass(frozen=True)
@@ -98,14 +100,38 @@ class Attention(nn.Module):
         self.config, self.layer, self.window = config, layer, config.window_of(layer)
         self.implementation = kernels.attention
         self.fc_q = Linear(width, config.query_width, biases, device="meta", dtype=dtype)
+        self.fc_latent: Linear | None = None
+        self.latent_norm: ResidualNorm | None = None
+        if latent := config.latent_width:
+            self.fc_latent = Linear(width, latent + config.rotary_width, False, device="meta", dtype=dtype)
+            self.latent_norm = ResidualNorm(latent, "rmsnorm", LATENT_EPSILON, TORCH, dtype)
+            width, kv_width = latent, config.kv_heads * config.plain_width
         self.fc_k = Linear(width, kv_width, biases, device="meta", dtype=dtype)
-        self.fc_v = Linear(width, kv_width, biases, device="meta", dtype=dtype)
-        self.fc_o = Linear(config.query_width, width, config.has_biases("output"), device="meta", dtype=dtype)
+        self.fc_v = Linear(width, config.kv_heads * config.value_head_width, biases, device="meta", dtype=dtype)
+        given = config.heads * config.value_head_width
+        self.fc_o = Linear(given, config.width, config.has_biases("output"), device="meta", dtype=dtype)
         self.q_norm = head_norm_of(config, config.heads, dtype)
         self.k_norm = head_norm_of(config, config.kv_heads, dtype)
 
     def forward(self, x_BTD: Tensor, now: Pass) -> Tensor:
-        return self.attend(self.fc_q(x_BTD), self.fc_k(x_BTD), self.fc_v(x_BTD), now)
+        q = self.fc_q(x_BTD)
+        return self.attend(q, *self.keys_and_values(x_BTD), now)
+
+    def keys_and_values(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Each (B, T, heads x E). Of a latent: keys begin with the part that all heads share, values end with zeros."""
+        if self.fc_latent is None or self.latent_norm is None:
+            return self.fc_k(x_BTD), self.fc_v(x_BTD)
+        config = self.config
+        latent, shared = torch.split(self.fc_latent(x_BTD), [config.latent_width, config.rotary_width], dim=-1)
+        latent = self.latent_norm(latent)[0]
+        k_BTKE, v_BTKE = (
+            x.reshape(*x.shape[:-1], x.shape[-1] // width, width)
+            for x, width in ((self.fc_k(latent), config.plain_width), (self.fc_v(latent), config.value_head_width))
+        )
+        shared = shared[..., None, :].expand(*k_BTKE.shape[:-1], shared.shape[-1])
+        k_BTKE = torch.cat((shared, k_BTKE), dim=-1)
+        v_BTKE = nn.functional.pad(v_BTKE, (0, config.head_width - config.value_head_width))
+        return k_BTKE.flatten(-2), v_BTKE.flatten(-2)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, now: Pass) -> Tensor:
         """From queries, keys and values, each (B, T, heads x E), to the branch of the residual stream."""
@@ -125,6 +151,8 @@ class Attention(nn.Module):
             if rotary is not None:
                 q_BTHE, k_BTKE = rotate(q_BTHE, *rotary), rotate(k_BTKE, *rotary)
             y_BTHE = now.cache.attend(self.layer, q_BTHE, k_BTKE, v_BTKE, **self.seen)
+        if self.config.value_head_width < width:
+            y_BTHE = y_BTHE[..., : self.config.value_head_width]
         y_BTD: Tensor = self.fc_o(y_BTHE.flatten(-2))
         return y_BTD
 

@@ -33,6 +33,8 @@ class Entry:
     ours: tuple[str, ...]
     transposed: bool = False
     heads: int = 0
+    rows: tuple[int, ...] = ()
+    """Of one parameter, its rows in their order; empty: as they are."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class Family:
     """Modules whose matrix has the inputs first."""
     by_heads: tuple[str, ...] = ()
     """Modules whose rows are ordered by heads: query, key and value of the first, then of the second."""
+    orders: Callable[[ModelConfig], Mapping[str, tuple[int, ...]]] = lambda config: {}
+    """Modules whose rows have another order than ours: as `Entry.rows`."""
     expects: dict[str, Any] = field(default_factory=dict)
     """Their key: the only value that our model computes. Absent is as good."""
     leftovers: str = ""
@@ -103,11 +107,12 @@ class Family:
     ) -> Iterator[Entry]:
         """The weight of a module of theirs, and its bias where it has one."""
         heads = config.heads if theirs in self.by_heads else 0
+        rows = self.orders(config).get(theirs, ())
         is_offset = config.norm_offset and weights[0].words == "norm"
         for part in ("weight", "bias") if weights[0].bias else ("weight",):
             names = tuple(f"{ours}{weight.name}.{'offset' if is_offset else part}" for weight in weights)
             transposed = part == "weight" and theirs in self.transposed
-            yield Entry(f"{self.prefix}{layer}{theirs}.{part}", names, transposed, heads)
+            yield Entry(f"{self.prefix}{layer}{theirs}.{part}", names, transposed, heads, rows)
 
 
 # ---- readers that families share ---------------------------------------------------------------------------------

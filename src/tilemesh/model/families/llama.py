@@ -49,18 +49,18 @@ _KEYS = {
 }  # fmt: skip
 
 
-def _write_common(config: ModelConfig) -> dict[str, Any]:
+def write_common(config: ModelConfig) -> dict[str, Any]:
     return {"hidden_act": "silu", "attention_dropout": 0.0, **write_rotary(config)}
 
 
-def _read_attention_biases(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
+def read_attention_biases(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
     """For those whose MLP never has any."""
     biases = "attention" if settings.get("attention_bias", False) else False
     return {"biases": biases, **read_rotary(settings, source)}
 
 
 def _write_attention_biases(config: ModelConfig) -> dict[str, Any]:
-    return {**_write_common(config), "attention_bias": config.has_biases("output")}
+    return {**write_common(config), "attention_bias": config.has_biases("output")}
 
 
 # ---- Llama and Mistral -------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def _read_mistral(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def _write_mistral(config: ModelConfig) -> dict[str, Any]:
-    return {**_write_common(config), "sliding_window": config.window or None}
+    return {**write_common(config), "sliding_window": config.window or None}
 
 
 LLAMA = Family(
@@ -131,13 +131,13 @@ def _write_qwen2(config: ModelConfig) -> dict[str, Any]:
     types = layer_types(config)
     first = types.index("sliding_attention") if config.window else config.layers
     return {
-        **_write_common(config), "use_sliding_window": bool(config.window), "sliding_window": config.window or None,
+        **write_common(config), "use_sliding_window": bool(config.window), "sliding_window": config.window or None,
         "max_window_layers": first, "layer_types": types,
     }  # fmt: skip
 
 
 def _read_qwen3(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
-    return {**_read_qwen2(settings, source), **_read_attention_biases(settings, source)}
+    return {**_read_qwen2(settings, source), **read_attention_biases(settings, source)}
 
 
 def _write_qwen3(config: ModelConfig) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def _read_phi3(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
 def _write_phi3(config: ModelConfig) -> dict[str, Any]:
     rotary = {**rotary_parameters(config), "partial_rotary_factor": config.rotary_fraction}
     return {
-        **_write_common(config), "rope_parameters": rotary, "embd_pdrop": config.dropout,
+        **write_common(config), "rope_parameters": rotary, "embd_pdrop": config.dropout,
         "sliding_window": config.window or None, "original_max_position_embeddings": config.context,
     }  # fmt: skip
 
@@ -213,7 +213,7 @@ OLMO2 = dataclasses.replace(
         **_PROJECTIONS, **_NORMED, "post_attention_layernorm": ("attention_norm",), **_MLP,
         "post_feedforward_layernorm": ("mlp_norm",),
     },
-    read=_read_attention_biases,
+    read=read_attention_biases,
     write=_write_attention_biases,
 )  # fmt: skip
 
@@ -229,7 +229,7 @@ def _read_scores(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _read_gemma2(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
     completed, layers = {"sliding_window": 4096, **settings}, settings["num_hidden_layers"]
     window = read_window(completed, layers, list(range(1, layers, 2)), source)
-    return {**_read_attention_biases(settings, source), **window, **_read_scores(settings)}
+    return {**read_attention_biases(settings, source), **window, **_read_scores(settings)}
 
 
 def _write_gemma2(config: ModelConfig) -> dict[str, Any]:
@@ -250,7 +250,7 @@ def _read_gemma3(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
         raise UsageError(f"{source}: sliding_window_pattern is {every!r}: expected every how many layers there is none")
     full = [index for index in range(layers) if (index + 1) % every == 0]
     rotary = _layer_rotary(completed, source)
-    common = _read_attention_biases({**completed, "rope_parameters": rotary["full_attention"]}, source)
+    common = read_attention_biases({**completed, "rope_parameters": rotary["full_attention"]}, source)
     local = {
         "rope_theta": settings.get("rope_local_base_freq", 10_000.0),
         "rope_parameters": rotary["sliding_attention"],
@@ -384,7 +384,7 @@ def _read_qwen2_moe(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def _read_olmoe(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
-    return {**_read_attention_biases(settings, source), **_read_count(settings, 64, source)}
+    return {**read_attention_biases(settings, source), **_read_count(settings, 64, source)}
 
 
 def _write_mixtral(config: ModelConfig) -> dict[str, Any]:

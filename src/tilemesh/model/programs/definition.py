@@ -54,7 +54,8 @@ class DefinedAttention(LayerProgram):
 
     def cost(self, seat: ProgramSeat, rows: int) -> Cost:
         block = seat.here.attention
-        products = (block.fc_q, block.fc_k, block.fc_v, block.fc_o)
+        latent = () if block.fc_latent is None else (block.fc_latent,)
+        products = (block.fc_q, *latent, block.fc_k, block.fc_v, block.fc_o)
         return products_cost(products, rows, seat.itemsize) + attention_passes(seat, rows)
 
     def bind(self, seat: ProgramSeat) -> Callable[..., Any]:

@@ -110,7 +110,9 @@ def layer_groups(layer: Layer, one_row: bool = False) -> LayerGroups:
     """Lay a layer's projections together where they can be. `one_row`: products of a single token with dense weights
     are `row_linear`'s."""
     attention, mlp = layer.attention, layer.mlp
-    heads, heads_apart = group([attention.fc_q, attention.fc_k, attention.fc_v], one_row)
+    heads, heads_apart = None, "keys and values are made of a latent"
+    if attention.fc_latent is None:
+        heads, heads_apart = group([attention.fc_q, attention.fc_k, attention.fc_v], one_row)
     if isinstance(mlp, Experts):
         return LayerGroups(heads, None, heads_apart, EXPERTS)
     if mlp.fc_gate is None:

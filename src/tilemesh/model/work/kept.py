@@ -62,6 +62,9 @@ def _norms(model: ModelConfig, task: Task) -> tuple[_Norm, ...]:
             _Norm(f"norm of {branch}'s result", "b S D", *common, size, task.split)
             for branch in ("attention", "the MLP")
         ]
+    if model.latent_width:
+        elements = tokens * model.latent_width
+        norms.append(_Norm("norm of the latent", "b S latent", "rmsnorm", elements, tokens, size, 1))
     if model.qk_norm != "none":
         kv_ranks = min(task.tp, model.kv_heads)
         for name, width, heads, letter, over in (
@@ -126,8 +129,12 @@ def kept_tensors(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
         Kept("keys", "b S K", kv, size, per_kv),
         Kept("values", "b S K", kv, size, per_kv),
         *_kept_by_attention(model, task),
-        Kept("input of the output projection", "b S Q", own, size, tp),
+        Kept("input of the output projection", "b S Q", own * model.value_head_width // model.head_width, size, tp),
     ]
+    if model.latent_width:
+        kept.append(Kept("input of k, v", "b S latent", task.tokens * model.latent_width, size, 1))
+        if size == task.wide:  # the norm's input is a view
+            kept.append(Kept("part of keys beside the latent", "b S R", task.tokens * model.rotary_width, size, 1))
     if model.dropout:
         kept.append(Kept("mask of attention's dropout", "b S D", whole, 1, cut))
     for norm in norms:
@@ -240,7 +247,7 @@ def _kept_by_torch(model: ModelConfig, task: Task, entering: int) -> Iterator[Ke
         yield Kept("result of attention, before its heads are joined", "b S Q", own, task.size, task.tp)
     if task.stream != task.size:
         # Autocast casts the input of every projection anew: of q, k and v, and of a gate and what it opens.
-        casts = 2 if model.experts else 1 + model.mlp_inputs
+        casts = (2 if model.experts else 1 + model.mlp_inputs) - (model.latent_width > 0)  # which is narrow already
         yield Kept(
             "casts of the inputs for the further projections", f"{casts} b S D", casts * whole, task.size, entering
         )

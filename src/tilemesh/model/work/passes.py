@@ -69,7 +69,7 @@ def product_weights(model: ModelConfig, task: Task) -> list[list[Weight]]:
     joined = {"fused": ("attention", "mlp"), "compiled": ("attention",) if joins_qkv(model, task) else (), "eager": ()}
     products: list[list[Weight]] = []
     matrices = [weight for weight in layer_matrices(model) if weight.expert == 0]  # which stands for the others
-    for (block, _), group in itertools.groupby(matrices, key=lambda weight: (weight.block, weight.split)):
+    for (block, *_), group in itertools.groupby(matrices, key=lambda each: (each.block, each.split, each.inputs)):
         weights = list(group)
         products += [weights] if block in joined[task.code] else [[weight] for weight in weights]
     return products

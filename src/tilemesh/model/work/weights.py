@@ -88,20 +88,39 @@ class Weight(NamedTuple):
 @functools.lru_cache(maxsize=64)  # a search asks for those of hundreds of experts again and again
 def layer_weights(model: ModelConfig) -> tuple[Weight, ...]:
     """Of one layer, in the order in which they are used; of one with experts, where others have none (`of_layer`)."""
-    D, Q, K = model.width, model.query_width, model.kv_width
-    qkv = model.has_biases("qkv")
+    D, Q = model.width, model.query_width
+    qkv, output = model.has_biases("qkv"), model.has_biases("output")
     is_sandwich = model.norm_place == "sandwich"
     return (
         _norm(model, "attention_norm"),
         Weight("attention.fc_q", "q", Q, D, "column", qkv, units=model.heads),
-        Weight("attention.fc_k", "k", K, D, "column", qkv, units=model.kv_heads, repeats=True),
-        Weight("attention.fc_v", "v", K, D, "column", qkv, units=model.kv_heads, repeats=True),
-        Weight("attention.fc_o", "output projection", D, Q, "row", model.has_biases("output")),
+        *_keys_and_values(model),
+        Weight("attention.fc_o", "output projection", D, model.heads * model.value_head_width, "row", output),
         *_head_norms(model),
         *((_norm(model, "attention_out_norm"),) if is_sandwich else ()),
         _norm(model, "mlp_norm"),
         *_mlp(model),
         *((_norm(model, "mlp_out_norm"),) if is_sandwich else ()),
+    )
+
+
+def _keys_and_values(model: ModelConfig) -> tuple[Weight, ...]:
+    """Of the stream, or of a latent, which every rank of tp has whole, as one KV head that its queries share."""
+    inputs, keys, latent = model.width, model.kv_width, model.latent_width
+    before: tuple[Weight, ...] = ()
+    if latent:
+        made = Weight(
+            "attention.fc_latent", "latent", latent + model.rotary_width, inputs, "column", False, units=1, repeats=True
+        )
+        before = made, Weight("attention.latent_norm", "norm", latent, 1, "whole", False)
+        inputs, keys = latent, model.kv_heads * model.plain_width
+    bias, heads = model.has_biases("qkv"), model.kv_heads
+    return (
+        *before,
+        Weight("attention.fc_k", "k", keys, inputs, "column", bias, units=heads, repeats=True),
+        Weight(
+            "attention.fc_v", "v", heads * model.value_head_width, inputs, "column", bias, units=heads, repeats=True
+        ),
     )
 
 

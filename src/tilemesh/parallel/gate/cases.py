@@ -55,13 +55,13 @@ MODELS: Mapping[str, ModelConfig] = {
         activation="gelu-erf",
     ),
     "experts": ModelConfig(
-        **_SMALL, **_ROTARY, vocabulary=64, kv_heads=2, activation="swiglu", biases=False, experts=5,
-        experts_per_token=2, balance_loss=0.3, router_z_loss=0.1, shared_width=24, shared_gate=True, dense_layers=(1,),
-        dense_width=40, qk_norm="full",
+        **_SMALL, **_ROTARY, vocabulary=64, activation="swiglu", biases=False, experts=5, experts_per_token=2,
+        balance_loss=0.3, router_z_loss=0.1, shared_width=24, shared_gate=True, dense_layers=(1,), dense_width=40,
+        head_width=6, rotary_fraction=2 / 3, latent_width=7, value_width=5, score_gain=1.3,
     ),
     "spread": ModelConfig(
         **_SMALL, **_ROTARY, vocabulary=64, kv_heads=2, activation="swiglu", biases=False, experts=8,
-        experts_per_token=2, balance_loss=0.2, router_renormalized=False,
+        experts_per_token=2, balance_loss=0.2, router_renormalized=False, qk_norm="full",
     ),
 }  # fmt: skip
 
@@ -102,6 +102,11 @@ PAPERS: Mapping[str, ModelConfig] = {
     "qwen2_moe": ModelConfig(
         **{**_LLAMA, "biases": "qkv"}, experts=4, shared_width=20, shared_gate=True, dense_layers=(0,), dense_width=12,
         family="qwen2_moe",
+    ),
+    "deepseek_v2": ModelConfig(
+        **{**_LLAMA, "kv_heads": 4}, head_width=6, rotary_fraction=2 / 3, latent_width=5, value_width=3, experts=4,
+        shared_width=24, router_renormalized=False, dense_layers=(0,), dense_width=12, score_gain=1.2,
+        rotary_scaling="yarn", **_WAVES, family="deepseek_v2",
     ),
     "olmoe": ModelConfig(**_LLAMA, experts=3, experts_per_token=1, qk_norm="full", family="olmoe"),
     "neox": ModelConfig(**_PLAIN, positions="rotary", biases="mlp", activation="relu", family="gpt_neox"),

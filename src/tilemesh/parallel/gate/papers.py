@@ -128,7 +128,12 @@ def _project(weights: Weights, name: str, x: Tensor) -> Tensor:
 def _attention(config: ModelConfig, weights: Weights, number: int, x: Tensor) -> Tensor:
     """softmax(q kᵀ / sqrt(width)) v of each head, over what the head may see."""
     prefix, count, width = f"layers.{number}.attention.", x.shape[1], config.head_width
-    q, k, v = (_project(weights, prefix + name, x) for name in ("fc_q", "fc_k", "fc_v"))
+    q, source, shared_key = _project(weights, prefix + "fc_q", x), x, x[..., :0]
+    if rank := config.latent_width:
+        joint = _project(weights, prefix + "fc_latent", x)
+        norm = torch.sqrt((joint[..., :rank] ** 2).mean(-1, keepdim=True) + 1e-6)
+        source, shared_key = weights[f"{prefix}latent_norm.weight"] * joint[..., :rank] / norm, joint[..., rank:]
+    k, v = (_project(weights, prefix + name, source) for name in ("fc_k", "fc_v"))
     if config.qk_norm == "full":
         q, k = (_rms(config, weights, f"{prefix}{name}_norm", value) for name, value in (("q", q), ("k", k)))
     is_local = bool(config.window) and number not in config.full_layers
@@ -138,12 +143,17 @@ def _attention(config: ModelConfig, weights: Weights, number: int, x: Tensor) ->
     for head in range(config.heads):
         shared = head // (config.heads // config.kv_heads)
         mine = q[..., head * width : (head + 1) * width]
-        keys, values = (value[..., shared * width : (shared + 1) * width] for value in (k, v))
+        keys, values = (
+            value[..., shared * each : (shared + 1) * each]
+            for value in (k, v) for each in (value.shape[-1] // config.kv_heads,)
+        )  # fmt: skip
+        keys = torch.cat([shared_key, keys], -1)
         if config.qk_norm == "head":
             mine, keys = _rms(config, weights, f"{prefix}q_norm", mine), _rms(config, weights, f"{prefix}k_norm", keys)
         if config.positions != "learned":
             mine, keys = (_turned(config, value, is_local) for value in (mine, keys))
         scores = torch.einsum("bqe,bke->bqk", mine, keys) / math.sqrt(config.score_width or width)
+        scores = config.score_gain * scores
         if c := config.score_cap:
             scores = c * (1 - torch.exp(-2 * scores / c)) / (1 + torch.exp(-2 * scores / c))
         scores = torch.where(may_see.to(scores.device), scores, torch.full_like(scores, -math.inf))
