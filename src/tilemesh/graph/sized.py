@@ -25,7 +25,8 @@ from tilemesh.graph.emit import Emitted
 from tilemesh.graph.generated import RegionCall
 from tilemesh.graph.kernel_plan import plan_kernel
 from tilemesh.graph.lower import NotServedError
-from tilemesh.graph.opaque import LayCall, laid
+from tilemesh.graph.opaque import LayCall, laid, overlap
+from tilemesh.graph.size import numbers
 
 Sizes = tuple[int, ...]
 INSTANCES = 4  # two decide a formula, the others check it
@@ -202,6 +203,8 @@ def _kernels(regions: Mapping[str, Sequence[RegionCall]], sizes: Sequence[Sizes]
     for name, calls in regions.items():
         if len({call.order for call in calls}) != 1:
             raise NotServedError("results lie in memory in another order at another size")
+        if any(_shares(call) for call in calls):  # one that came without sharing could not be laid so
+            raise NotServedError("an operand whose elements share memory")
         written = [_written(call) for call in calls]
         text = joined_text(written, sizes, "({1}){0}")
         texts[name] = text.replace("@", f"sized_{name}", 1).replace(") {", f", {arguments}) {{", 1)
@@ -218,6 +221,13 @@ def _kernels(regions: Mapping[str, Sequence[RegionCall]], sizes: Sequence[Sizes]
         )
         for name, calls in regions.items()
     }  # fmt: skip
+
+
+def _shares(call: RegionCall) -> bool:
+    """Whether elements of an operand share memory: repeated by a stride of 0, or overlapping."""
+    assert call.strides is not None
+    operands = zip(call.body.inputs, call.strides, strict=True)
+    return any(overlap(numbers(node.shape), steps) for node, steps in operands)
 
 
 def _written(call: RegionCall) -> str:
