@@ -121,6 +121,16 @@ def test_a_log_is_a_run(tmp_path: Path) -> None:
         'code = "compiled"\n[[runs]]\nname = "mine"\nmodel = "llama-3-8b"\ncluster = "8xh100"\nof = "torchtitan"\n'
         'log = "run.log"\nplan = { dp = 8, zero = 3, precision = "bf16", recompute = "operators" }\n'
     )
+    plan = tmp_path / "plan.toml"
+    settings = "--fix", "dp=8,zero=3,precision=bf16,recompute=operators,microbatch=1", "--batch", "8"
+    run("llama-3-8b", "--cluster", "8xh100", *settings, "--save", str(plan))
+    words = ("grade", str(tmp_path / "run.log"), "--of", "torchtitan", "--plan", str(plan), "--cluster", "8xh100")
+    grades = [json.loads(run(*words, *code, "--json", "-").output.splitlines()[0])
+              for code in ((), ("--code", "llm-foundry-2023"))]  # fmt: skip
+    assert [each["software"] for each in grades] == [PLAIN.words, SOFTWARE["llm-foundry-2023"].words]
+    quick, slow = (next(each for each in grade["figures"] if each["name"] == "step time") for grade in grades)
+    assert quick["measured"] == slow["measured"] == pytest.approx(8192 / 2500)
+    assert quick["predicted"] < slow["predicted"]
     found = run("fit", str(file)).output
     assert "3.277" in found, "8,192 tokens at 2,500 tokens/s"
     assert "no run was held out" in found

@@ -12,13 +12,13 @@ from tilemesh.core.hardware import Cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step.program import settled
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.work.task import Code
 from tilemesh.plan.choose import search
 from tilemesh.plan.engines.engine import EngineJob, OtherEngine
 from tilemesh.plan.engines.logs import COMPUTE, DATA, EXCHANGE, FORMATS, WAITING, Measured, read_log
 from tilemesh.plan.engines.tables import ENGINES
 from tilemesh.plan.grade import Grade, Graded, RunSummary, grade
 from tilemesh.plan.prediction import Prediction
+from tilemesh.plan.software import SOFTWARE, Software
 from tilemesh.plan.space import Pins
 from tilemesh.plan.step import predict
 
@@ -27,14 +27,23 @@ _WORTH = 0.02
 
 
 def grade_log(
-    path: Path, kind: str, model: ModelConfig, plan: ParallelPlan, context: int, cluster: Cluster, rates: Rates | None
+    path: Path,
+    kind: str,
+    model: ModelConfig,
+    plan: ParallelPlan,
+    context: int,
+    cluster: Cluster,
+    rates: Rates | None,
+    software: Software | None = None,
 ) -> Graded:
-    """A log or profile of this plan's run, figure by figure."""
+    """A log or profile of this plan's run, figure by figure. `software`: what ran it, if not what the engine usually
+    runs."""
     if plan.world != cluster.world:
         raise UsageError(f"the plan has {plan.world} ranks and {cluster.name} {cluster.world}: expected as many")
     measured = read_log(path, kind, plan, context)
     engine = ENGINES.get(FORMATS[kind].engine)
-    code: Code = "eager" if engine is None else engine.code
+    software = software or SOFTWARE["eager" if engine is None else engine.code]
+    code, (cluster, rates) = software.code, software.on(cluster, rates)
     data: dict[str, Any] = {"step_time_s": measured.sample, "code": code, "exchanges": {}}
     if measured.peak_bytes is not None:
         data["peak_memory_bytes"] = [measured.peak_bytes]
@@ -44,7 +53,7 @@ def grade_log(
     seen = [figure for figure in graded.grades if figure.measured]
     parts = _parts(measured, now)
     advice = [*_why(graded.find("step time"), parts), *_better(run, engine, now, cluster, rates)]
-    return dataclasses.replace(graded, grades=(*seen, *parts), advice=tuple(advice))
+    return dataclasses.replace(graded, grades=(*seen, *parts), advice=tuple(advice), software=software.words)
 
 
 def _parts(measured: Measured, now: Prediction) -> list[Grade]:

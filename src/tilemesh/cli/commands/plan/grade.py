@@ -27,12 +27,13 @@ class GradeOptions:
     )
     plan: str | None = option(None, "Of --of: the plan that it ran, as `plan --save` or --for wrote it.", "PLAN.toml")
     cluster: str | None = option(None, "Of --of: where it ran.", "NxGPU")
+    code: str | None = option(None, "Of --of: what ran it, as `plan` takes it; by default the engine's usual.", "NAME")
     json: OutFile | None = option(None, "Every figure by name; - for stdout.", "FILE")
 
 
 def grade(options: GradeOptions) -> Output:
     if options.of is None:
-        refuse(options, "{} is about the log of another engine: say which with --of", "plan", "cluster")
+        refuse(options, "{} is about the log of another engine: say which with --of", "plan", "cluster", "code")
         return grades([grade_run(path) for path in options.runs])
     return grades([_grade_log(options, options.of, path) for path in options.runs])
 
@@ -44,6 +45,7 @@ def _grade_log(options: GradeOptions, kind: str, path: str) -> Graded:
     from tilemesh.core import config
     from tilemesh.core.plan import ParallelPlan
     from tilemesh.plan.engines.graded import grade_log
+    from tilemesh.plan.software import read_software
 
     if options.plan is None or options.cluster is None:
         raise UsageError("a log does not say what ran where: give --plan PLAN.toml and --cluster, such as 64xh100")
@@ -52,9 +54,9 @@ def _grade_log(options: GradeOptions, kind: str, path: str) -> Graded:
     own = {name: value for name, value in data.items() if name not in ("model", "train")}
     cluster, rates = named_cluster(options.cluster, None)
     context = count(train.get("context"), model.context)
-    return grade_log(
-        Path(path), kind, model, config.from_dict(ParallelPlan, own, options.plan), context, cluster, rates
-    )
+    plan = config.from_dict(ParallelPlan, own, options.plan)
+    software = None if options.code is None else read_software(options.code)
+    return grade_log(Path(path), kind, model, plan, context, cluster, rates, software)
 
 
 def grades(graded: Sequence[Graded]) -> Output:
