@@ -71,3 +71,23 @@ def test_two_steps_of_a_recurrent_network_are_those_of_one_process() -> None:
     alone = run_threads(1, lambda comm: train(comm, lines))[0][0]
     together = run_threads(2, lambda comm: train(comm, lines))[1][0]
     assert module["difference"](together, alone) < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_loop_sees_drift_deploys_and_rolls_back(tmp_path: Path) -> None:
+    journal = example("loop")["main"](tmp_path)
+    assert [step.what for step in journal] == [
+        "evaluate", "watch", "watch", "compare", "deploy", "watch", "roll back",
+    ]  # fmt: skip
+    assert "as usual" in journal[1].words
+    assert "DRIFT" in journal[2].words
+    assert journal[5].surprise > journal[4].surprise
+    assert "are back" in journal[6].words
+
+
+def test_the_loops_monitor_counts_standard_errors() -> None:
+    monitor = example("loop")["Monitor"].of([1.0, 3.0, 1.0, 3.0, 2.0])
+    assert monitor.mean == 2
+    assert monitor.spread == 1
+    assert monitor.excess([3.0] * 9) == pytest.approx(3.0)
