@@ -1,6 +1,6 @@
 """The loop of a model in use, once around: train, evaluate, serve, watch, train again, compare, roll back.
 
-    python examples/loop.py            (about a minute on two cores)
+    python examples/loop.py            (under two minutes on two busy cores)
 
 A byte model learns Python. Then its users begin to send prose (Python's own manual): every prompt's surprise, the mean
 of -log p of its bytes, comes free with serving, and rises. The monitor compares it with what the model had on text held
