@@ -404,6 +404,10 @@ def test_what_is_saved_is_read_back_bit_for_bit(case: str, dtype: torch.dtype, t
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_survive_config_json(name: str) -> None:
     config = preset(name)
+    if name == "deepseek-moe-16b":  # shared experts without a gate, and no latent: no family of theirs
+        with pytest.raises(UsageError, match="deepseek_v2 has no attention without a latent"):
+            families.to_json(config, "bfloat16")
+        return
     written = json.loads(json.dumps(families.to_json(config, "bfloat16")))
     assert written["torch_dtype"] == written["dtype"] == "bfloat16"
     assert families.from_json(written) == config

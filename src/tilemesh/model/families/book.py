@@ -180,6 +180,8 @@ def _lacking(config: ModelConfig, family: Family) -> list[str]:
             wrong.append(f"{name}={value}")
     if "experts" in family.may and not config.experts:
         wrong.append("layers without experts")
+    if "latent_width" in family.may and not config.latent_width:
+        wrong.append("attention without a latent")
     return wrong
 
 
