@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -39,6 +40,7 @@ from tilemesh.serve.device_steps import PlainCalls, ServeGraphs
 from tilemesh.serve.draft import DraftModel, check_draft
 from tilemesh.serve.history import ServeHistory
 from tilemesh.serve.jobs import AnswerPart, PromptJob
+from tilemesh.serve.joint import JointRanks
 from tilemesh.serve.live import LiveWeights, WhileRunning, check_running
 from tilemesh.serve.load import (
     NewWeights,
@@ -51,7 +53,7 @@ from tilemesh.serve.load import (
     read_dtype,
 )
 from tilemesh.serve.memory import choose_pages
-from tilemesh.serve.offline import whole_answers
+from tilemesh.serve.offline import Prompt, completions
 from tilemesh.serve.ranks import RankRunner
 from tilemesh.serve.request import Sampling
 from tilemesh.serve.runner import POOLINGS, Runner
@@ -59,8 +61,6 @@ from tilemesh.serve.scheduler import QueueFullError, Scheduler, ServeLimits, no_
 from tilemesh.serve.speculate import DraftLengths, NgramGuesser
 
 T = TypeVar("T")
-Prompt = str | Sequence[int]
-"""Text, or tokens."""
 _DRAFTS = 4
 """Guesses of a draft model per step at most, unless told otherwise."""
 
@@ -77,13 +77,16 @@ class Engine:
         history: ServeHistory | None = None,
         say: Callable[[str], None] = lambda text: None,
         make_runner: Callable[..., Runner] = Runner,
+        joint: JointRanks | None = None,
+        replica: int = 0,
         **settings: Any,
     ) -> None:
         """`settings` are fields of `EngineConfig`, over those of `config`: `Engine("runs/…", running=8)`.
 
         `draft`: a smaller model that guesses up to `speculate` tokens per step. `history`: where every step and request
         is written down, which takes memory for as long as it goes on. `make_runner`: what computes a model that is
-        given, with a `Runner`'s arguments.
+        given, with a `Runner`'s arguments. `joint`: ranks that hold experts together, of which this engine uses those
+        of replica number `replica`; see `Replicas`.
         """
         config = replace(config or EngineConfig(), **settings)
         wanted, place, ranks = read_dtype(config.dtype), read_device(config.device), config.ranks
@@ -99,7 +102,8 @@ class Engine:
             raise UsageError("ranks on GPUs and no pages: say how many with pages (--pages)")
         model = self.served.model
         self.config: ModelConfig = model.config
-        if ranks and (reason := why_not(self.config, ParallelPlan(tp=ranks))):
+        layout = ParallelPlan(tp=max(1, ranks)) if joint is None else joint.plan
+        if ranks and (reason := why_not(self.config, layout)):
             raise UsageError(reason)  # before any of them is started
         check_groups(model, max(1, ranks))
         longest = min(config.context or self.config.context, self.config.context)
@@ -129,6 +133,8 @@ class Engine:
         if ranks:
             names = ("dtype", "device", "step", "invariant", "adapters", "adapter_rank", "shared_by")
             passed_on = {name: getattr(config, name) for name in names}
+            if joint is not None:
+                passed_on |= {"ep": layout.ep, "begin": partial(joint.join, replica)}
             runner = RankRunner(str(source), self.limits, ranks, say=say, **passed_on)
         else:
             options = (config.invariant, implementation, graphs, say, config.packed)
@@ -140,6 +146,7 @@ class Engine:
         self._weights = LiveWeights(self._core, self.served, owns, on_gpu, self._adapters)
         self._constraints = Constraints(self.served.tokenizer, self.served.ends)
         self._seed, self._prepares = config.seed, config.prepare
+        self._meeting = None if joint is None else joint.meeting
         self._lock = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
         self._unfinished = 0  # answers that were asked for and have not ended
@@ -167,18 +174,7 @@ class Engine:
     ) -> Iterator[Completion]:
         """The completions of these prompts, in their order. One prompt is one text, or one list of tokens; `sampling`
         is that of all prompts, or one for each."""
-        some: list[Prompt] = [prompts] if _is_prompt(prompts) else list(prompts)  # type: ignore[arg-type, list-item]
-        each: list[Sampling] = (
-            [sampling or Sampling()] * len(some)
-            if sampling is None or isinstance(sampling, Sampling)
-            else list(sampling)
-        )
-        if len(each) != len(some):
-            raise UsageError(f"{len(some)} prompts and {len(each)} samplings: give one for all, or one for each")
-        encoded = [self.encode(prompt) for prompt in some]
-        for prompt, asked in zip(encoded, each, strict=True):
-            self.check(prompt, asked)
-        return whole_answers(self, encoded, each)
+        return completions(self, prompts, sampling)
 
     async def stream(
         self, prompt: Prompt, sampling: Sampling | None = None, priority: int = 0
@@ -321,7 +317,7 @@ class Engine:
 
     def write_weights(self, source: WeightSource, version: int | None, running: WhileRunning) -> int:
         self._weights.next_version(version)  # refused before anybody is waited for
-        return self._between_steps(lambda: self._weights.update(source, version, running), waits=running == "finish")
+        return self._when_all_stand(lambda: self._weights.update(source, version, running), running == "finish")
 
     def sleep(self, level: int = 1) -> None:
         """Give the memory of pages back (level 1), or of pages and weights (2), until `wake`.
@@ -331,11 +327,11 @@ class Engine:
         where they came from memory, `update_weights` must come before it. It may in any case: the engine sleeps on.
         """
         Range(1, 2).check("level", level, whole=True)
-        self._between_steps(lambda: self._weights.sleep(level))
+        self._when_all_stand(lambda: self._weights.sleep(level))
 
     def wake(self) -> None:
         """Take the memory again and go on; an engine that does not sleep stays awake."""
-        self._between_steps(self._wake)
+        self._when_all_stand(self._wake)
 
     # ---- adapters ----------------------------------------------------------------------------------------------
 
@@ -401,6 +397,23 @@ class Engine:
     def version(self) -> int:
         """Of the weights that compute now."""
         return self._scheduler.version
+
+    def _when_all_stand(self, change: Callable[[], T], waits: bool = False) -> T:
+        """As `_between_steps`, and where replicas compute with one another's experts, of all of them."""
+
+        def meet() -> T:
+            if self._meeting is None:
+                return change()
+            try:
+                self._meeting.wait()
+                try:
+                    return change()
+                finally:
+                    self._meeting.wait()
+            except threading.BrokenBarrierError:
+                raise RunError("another replica, which holds some of the experts, could not do the same") from None
+
+        return self._between_steps(meet, waits)
 
     def _between_steps(self, change: Callable[[], T], waits: bool = False) -> T:
         """Have the thread that takes steps do something, after requests that ran have ended if it `waits` for them."""
@@ -566,9 +579,3 @@ def _limits(
     local = local if local < pages else 0
     window = model.window if slides and (local or not model.full_layers) else 0
     return ServeLimits(pages=pages, context=longest, chunk_tokens=chunk, window=window, local_pages=local, **same)
-
-
-def _is_prompt(prompts: object) -> bool:
-    if isinstance(prompts, str):
-        return True
-    return isinstance(prompts, Sequence) and bool(prompts) and all(isinstance(token, int) for token in prompts)

@@ -130,12 +130,16 @@ class LiveWeights:
         assert self._origin is not None
         source = open_weights(*self._origin)
         check_weights(source, self._model)
-        self._write(source)
+        self._write(source, again=True)
 
-    def _write(self, source: WeightSource) -> None:
+    def _write(self, source: WeightSource, again: bool = False) -> None:
+        """`again`: what all replicas had before, which may meet ranks that were started in the place of others."""
         core = self._core
         try:
-            core.runner.write_weights(source.tensors)
+            if isinstance(core.runner, RankRunner):
+                core.runner.write_weights(source.tensors, everywhere=again)
+            else:
+                core.runner.write_weights(source.tensors)
         except BaseException as error:
             core.lacks = f"weights were written in part ({type(error).__name__}: {error})"
             core.forget_computed()

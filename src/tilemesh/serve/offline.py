@@ -8,16 +8,23 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from tilemesh.core.errors import UsageError
 from tilemesh.serve.answers import Completion, collect
 from tilemesh.serve.jobs import AnswerPart, PromptJob
 from tilemesh.serve.request import Sampling
 from tilemesh.serve.scheduler import QueueFullError
 
+Prompt = str | Sequence[int]
+"""Text, or tokens."""
 _RETRY_S = 0.02
 
 
 class PromptTaker(Protocol):
-    """An engine, as far as it is needed here."""
+    """An engine, or replicas, as far as they are needed here."""
+
+    def encode(self, prompt: Prompt, special: bool = True) -> list[int]: ...
+
+    def check(self, prompt: Sequence[int], sampling: Sampling) -> int: ...
 
     def submit(
         self,
@@ -33,6 +40,22 @@ class PromptTaker(Protocol):
 
     def together(self) -> AbstractContextManager[object]:
         """What is submitted inside begins in one step: which batches form does not depend on threads."""
+
+
+def completions(
+    engine: PromptTaker, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None
+) -> Iterator[Completion]:
+    """As `Engine.generate`."""
+    some: list[Prompt] = [prompts] if _is_prompt(prompts) else list(prompts)  # type: ignore[arg-type, list-item]
+    each: list[Sampling] = (
+        [sampling or Sampling()] * len(some) if sampling is None or isinstance(sampling, Sampling) else list(sampling)
+    )
+    if len(each) != len(some):
+        raise UsageError(f"{len(some)} prompts and {len(each)} samplings: give one for all, or one for each")
+    encoded = [engine.encode(prompt) for prompt in some]
+    for prompt, asked in zip(encoded, each, strict=True):
+        engine.check(prompt, asked)
+    return whole_answers(engine, encoded, each)
 
 
 def whole_answers(
@@ -77,3 +100,9 @@ def whole_answers(
     finally:
         for job in jobs[given:]:
             engine.abort(job)
+
+
+def _is_prompt(prompts: object) -> bool:
+    if isinstance(prompts, str):
+        return True
+    return isinstance(prompts, Sequence) and bool(prompts) and all(isinstance(token, int) for token in prompts)

@@ -1,6 +1,7 @@
 """What a rank of a served model does: its part of the model laid on the mesh, and a step for each message that comes.
 
-All ranks of tp get the same message and compute the same step; rank 0 answers with the logits. The engine is a process
+All ranks of tp get the same message and compute the same step; the first answers with the logits. Where replicas share
+experts, their ranks are of one mesh, and make a pass when any of them has a step (`joint.py`). The engine is a process
 of its own (`serve_steps`), or on the first of these ranks, which have something else to do in between (`LeadingRunner`,
 `follow_steps`).
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from tilemesh.comm import connect
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.kernels.launch.tensors import read_device
+from tilemesh.model.experts import ExpertChoice, Experts
 from tilemesh.model.kinds import unpacked
 from tilemesh.model.linear import CodedLinear
 from tilemesh.model.lora import give_slots
@@ -47,7 +49,8 @@ from tilemesh.serve.wire import (
 def serve_steps(address: str, source: str, limits: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Until the engine goes. `address`: the engine's socket; `limits`: its `ServeLimits`."""
     comm = connect()
-    mesh = Mesh(comm, tp=comm.size)
+    plan = ParallelPlan(dp=comm.size // options["tp"], tp=options["tp"], ep=options["ep"])
+    mesh = Mesh(comm, dp=plan.dp, tp=plan.tp)
     device = f"cuda:{comm.rank}" if options["device"] == "cuda" else options["device"]
     place = read_device(device)
     served = load_served(source, dtype=read_dtype(options["dtype"]), device=place, step=options["step"])
@@ -60,7 +63,7 @@ def serve_steps(address: str, source: str, limits: Mapping[str, Any], options: M
             if not isinstance(part, CodedLinear):
                 for parameter in part.parameters(recurse=False):
                     parameter.requires_grad_(True)
-        laid = lay(served.model, mesh, ParallelPlan(tp=comm.size), gradients="naive")
+        laid = lay(served.model, mesh, plan, gradients="naive")
         served.model.eval().requires_grad_(False)
         runner = CuttingRunner(laid, ServeLimits(**limits), place, options["invariant"])
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -71,16 +74,30 @@ def serve_steps(address: str, source: str, limits: Mapping[str, Any], options: M
                 header, body = receive(connection)
             except (EOFError, ConnectionError):
                 return  # the engine has closed
+            if header.get("order") == "stand by":
+                stand_by(served.model)
+                continue
             if "order" in header:
                 with torch.inference_mode(header["order"] == "embed"):
                     vector = obey(runner, header, _sent(connection))
                 send(connection, {"rank": comm.rank, "vector": vector})
                 continue
             rows = take_step(runner, header, body)
-            if comm.rank == 0:
+            if mesh.tp.index == 0:
                 like = next(served.model.parameters())
                 joined = torch.cat(rows) if rows else like.new_empty(0, served.model.config.vocabulary)
                 send(connection, *pack_tensor(joined))
+
+
+@torch.inference_mode()
+def stand_by(model: Transformer) -> None:
+    """While replicas that share experts with this one make a pass: what they exchange, with no tokens of its own."""
+    like = next(model.parameters())
+    for block in model.modules():
+        if isinstance(block, Experts) and block.exchange is not None:
+            picks = torch.zeros(0, block.config.experts_per_token, dtype=torch.int64, device=like.device)
+            choice = ExpertChoice(picks, picks.new_zeros(block.config.experts))
+            block.exchange(like.new_empty(0, block.config.width), choice)(block.compute)
 
 
 def take_step(runner: Runner, header: Mapping[str, Any], body: bytearray) -> list[Tensor]:
@@ -127,6 +144,9 @@ class LaidRunner(Runner):
 
 class CuttingRunner(LaidRunner):
     """Is given whole tensors as weights, and takes its part."""
+
+    def write_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        super().write_weights(pair for pair in tensors if pair[0] not in self.laid.elsewhere)
 
     def _part(self, name: str, tensor: Tensor) -> Tensor:
         shard = self.laid.shards[name]

@@ -15,7 +15,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -40,8 +41,27 @@ class RanksLostError(RunError):
     """Ranks that computed a model are gone, and with them what lay in pages."""
 
 
+class StartedRanks(Protocol):
+    """Those that compute one replica."""
+
+    def step(self, plan: StepPlan, spans: Sequence[TokenSpan]) -> Tensor:
+        """The logits that are wanted, one span's after the other's."""
+
+    def embed(self, tokens: Sequence[int], pooling: str, adapter: int) -> list[float]: ...
+
+    def order(
+        self, header: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]] = (), everywhere: bool = False
+    ) -> None:
+        """What is no pass, as `order_ranks`. `everywhere`: of the ranks of all replicas that share experts."""
+
+    def ready(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class RankRunner:
-    """`ranks` processes that share each matrix. `shared_by`: how many such groups share this machine's cores."""
+    """`ranks` processes that share each matrix. `shared_by`: how many such groups share this machine's cores. `ep`:
+    so many replicas hold the experts together, and `begin` starts the ranks of all."""
 
     ahead = None
 
@@ -62,13 +82,16 @@ class RankRunner:
         adapter_rank: int = 0,
         shared_by: int = 1,
         say: Callable[[str], None] = lambda text: None,
+        ep: int = 1,
+        begin: Callable[[Mapping[str, str], tuple[Any, ...]], StartedRanks] | None = None,
     ) -> None:
         self.limits, self.ranks, self.invariant = limits, ranks, invariant
         self._say = say
         options = {"dtype": dtype, "device": device, "step": step, "invariant": invariant}
-        options |= {"adapters": adapters, "adapter_rank": adapter_rank}
+        options |= {"adapters": adapters, "adapter_rank": adapter_rank, "tp": ranks, "ep": ep}
         self._arguments = (os.path.abspath(source), dataclasses.asdict(limits), options)
         self._shared_by = shared_by
+        self._start = partial(RankProcesses, ranks) if begin is None else begin
         self._started: list[float] = []
         self._group = self._begin()
 
@@ -85,15 +108,14 @@ class RankRunner:
                 begin += count
         return computed
 
-    def write_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """As `Runner.write_weights`: each rank is sent every whole tensor and keeps its part."""
-        self._group.order({"order": "weights"}, tensors)
+    def write_weights(self, tensors: Iterable[tuple[str, Tensor]], everywhere: bool = False) -> None:
+        """As `Runner.write_weights`: each rank is sent every whole tensor and keeps its part. `everywhere`: the ranks
+        of all replicas that hold experts together."""
+        self._group.order({"order": "weights"}, tensors, everywhere)
 
     def embed(self, tokens: Sequence[int], pooling: str, adapter: int = 0) -> list[float]:
         """As `Runner.embed`."""
-        header = {"order": "embed", "tokens": list(tokens), "pooling": pooling, "adapter": adapter}
-        vector: list[float] = self._group.order(header)["vector"]
-        return vector
+        return self._group.embed(tokens, pooling, adapter)
 
     def sleep(self, level: int) -> None:
         self._group.order({"order": "sleep", "level": level})
@@ -119,20 +141,41 @@ class RankRunner:
     def close(self) -> None:
         self._group.close()
 
-    def _begin(self) -> _RankGroup:
+    def _begin(self) -> StartedRanks:
         self._started.append(time.monotonic())
         threads = max(1, available_cores() // (self.ranks * self._shared_by))
         environ = outside_any_job()
         for name in THREAD_VARIABLES:
             environ.setdefault(name, str(threads))
-        return _RankGroup(self.ranks, environ, self._arguments)
+        return self._start(environ, self._arguments)
 
 
-class _RankGroup:
+def embedding_order(tokens: Sequence[int], pooling: str, adapter: int) -> dict[str, Any]:
+    return {"order": "embed", "tokens": list(tokens), "pooling": pooling, "adapter": adapter}
+
+
+def order_ranks(
+    connections: Sequence[socket.socket], header: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]] = ()
+) -> Mapping[str, Any]:
+    """Have ranks do what `rank.obey` knows, with these tensors, and wait for them; returns what the first says."""
+    for connection in connections:
+        send(connection, header)
+    for name, tensor in tensors:
+        told, body = pack_tensor(tensor)
+        for connection in connections:
+            send(connection, {"name": name, **told}, body)
+    for connection in connections:
+        send(connection, {"name": None})
+    first, *_ = [receive(connection)[0] for connection in connections]
+    return first
+
+
+class RankProcesses:
     """Ranks from their start to their end, and a socket to each."""
 
     def __init__(self, ranks: int, environ: Mapping[str, str], arguments: tuple[Any, ...]) -> None:
-        self._ended: str | None = None
+        self.ended: str | None = None
+        """Why there are no ranks any more."""
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tilemesh-"))  # of mode 0700
@@ -150,35 +193,31 @@ class _RankGroup:
             self._stack = stack.pop_all()
 
     def step(self, plan: StepPlan, spans: Sequence[TokenSpan]) -> Tensor:
-        """The logits that are wanted, one span's after the other's."""
-        with self._all() as connections:
+        with self.connected() as connections:
             header, body = pack_step(plan, spans)
             for connection in connections:
                 send(connection, header, body)
             return unpack_tensor(*receive(connections[0]))
 
-    def order(self, header: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]] = ()) -> Mapping[str, Any]:
-        """Have every rank do what `rank.obey` knows, with these tensors, and wait for it; returns what rank 0 says."""
-        with self._all() as connections:
-            for connection in connections:
-                send(connection, header)
-            for name, tensor in tensors:
-                told, body = pack_tensor(tensor)
-                for connection in connections:
-                    send(connection, {"name": name, **told}, body)
-            for connection in connections:
-                send(connection, {"name": None})
-            first, *_ = [receive(connection)[0] for connection in connections]
-            return first
+    def embed(self, tokens: Sequence[int], pooling: str, adapter: int) -> list[float]:
+        with self.connected() as connections:
+            vector: list[float] = order_ranks(connections, embedding_order(tokens, pooling, adapter))["vector"]
+            return vector
+
+    def order(
+        self, header: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]] = (), everywhere: bool = False
+    ) -> None:
+        with self.connected() as connections:
+            order_ranks(connections, header, tensors)
 
     @contextlib.contextmanager
-    def _all(self) -> Iterator[list[socket.socket]]:
+    def connected(self) -> Iterator[list[socket.socket]]:
         self.ready()
         try:
             yield self._connections
         except (OSError, EOFError) as error:
             self._watcher.join(10)  # who died, and how, is known a moment later
-            raise RanksLostError(f"a rank that computes this model is gone: {self._ended or error}") from None
+            raise RanksLostError(f"a rank that computes this model is gone: {self.ended or error}") from None
 
     def close(self) -> None:
         self._stack.close()
@@ -188,8 +227,8 @@ class _RankGroup:
         sockets: dict[int, socket.socket] = {}
         end = time.monotonic() + _START_S
         while not self._connections and len(sockets) < self._ranks:
-            if self._ended is not None:
-                raise RunError(f"the ranks that compute the model did not start: {self._ended}")
+            if self.ended is not None:
+                raise RunError(f"the ranks that compute the model did not start: {self.ended}")
             if time.monotonic() > end:
                 raise RunError(f"the ranks that compute the model did not start within {_START_S:.0f} s")
             try:
@@ -208,6 +247,6 @@ class _RankGroup:
             with Ranks(ranks, environ=environ) as started:
                 started.begin("tilemesh.serve.rank:serve_steps", address, *arguments)
                 started.results()
-            self._ended = "they have ended"
+            self.ended = "they have ended"
         except BaseException as error:
-            self._ended = str(error)
+            self.ended = str(error)

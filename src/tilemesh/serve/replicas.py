@@ -2,41 +2,56 @@
 
 What the HTTP application asks of an engine, it asks of this: a prompt goes to the replica that `route.py` names, and an
 abort to where its job is. A replica whose ranks were lost starts again by itself; meanwhile the others are asked.
+Replicas that share the experts of a model go in step (`joint.py`), and change and sleep together.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from tilemesh.core.errors import UsageError
 from tilemesh.serve.adapters import LoadedAdapter
-from tilemesh.serve.answers import EngineStatus
+from tilemesh.serve.answers import Completion, EngineStatus
 from tilemesh.serve.config import EngineConfig
-from tilemesh.serve.engine import Engine, Prompt
+from tilemesh.serve.engine import Engine
 from tilemesh.serve.jobs import AnswerPart, PromptJob
+from tilemesh.serve.joint import JointRanks
 from tilemesh.serve.live import WhileRunning, check_running
 from tilemesh.serve.load import NewWeights
+from tilemesh.serve.offline import Prompt, completions
 from tilemesh.serve.request import FinishReason, Sampling
 from tilemesh.serve.route import PrefixRouter
 from tilemesh.serve.scheduler import QueueFullError
 
+T = TypeVar("T")
+
 
 class Replicas:
     def __init__(
-        self, source: str | Path, replicas: int, config: EngineConfig | None = None, *, ranks: int = 1, **options: Any
+        self,
+        source: str | Path,
+        replicas: int,
+        config: EngineConfig | None = None,
+        *,
+        ranks: int = 1,
+        ep: int = 1,
+        **options: Any,
     ) -> None:
-        """`ranks`: processes of each replica; the configuration and the options are those of `Engine`."""
+        """`ranks`: processes of each replica. `ep`: so many neighbours hold the experts together, a share each, and all
+        else each for itself. The configuration and the options are those of `Engine`."""
         if options.get("history") is not None:
             raise UsageError("history is kept of one engine: leave it out with several replicas")
         self.engines: list[Engine] = []
+        self._joint = JointRanks(replicas, ranks, ep) if ep > 1 else None
         try:
-            self._start(source, replicas, config, options | {"ranks": ranks})
+            self._start(source, replicas, config, options | {"ranks": ranks, "joint": self._joint})
         except BaseException:
             self.close()
             raise
@@ -48,13 +63,31 @@ class Replicas:
 
     def _start(self, source: str | Path, replicas: int, config: EngineConfig | None, options: dict[str, Any]) -> None:
         """All read their weights at the same time. Ranks die with the thread that started them, so it is this one."""
-        for _ in range(replicas):
-            self.engines.append(Engine(source, config, shared_by=replicas, **options))
+        for replica in range(replicas):
+            self.engines.append(Engine(source, config, shared_by=replicas, replica=replica, **options))
+            if self._joint is not None:  # its ranks were started with as many pages as the first engine has
+                options |= {"pages": self.engines[0].limits.pages, "memory": None}
         for engine in self.engines:
             engine.wait_ready()
 
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
+    ) -> Iterator[Completion]:
+        """As `Engine.generate`."""
+        return completions(self, prompts, sampling)
+
+    def together(self) -> AbstractContextManager[object]:
+        """What is submitted inside goes to several engines, each of which begins when it can."""
+        return nullcontext()
+
     def submit(
-        self, prompt: Sequence[int], sampling: Sampling, tell: Callable[[AnswerPart], None], priority: int = 0
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        tell: Callable[[AnswerPart], None],
+        priority: int = 0,
+        drawn: int = 0,
+        whole: bool = False,
     ) -> PromptJob:
         self.check(prompt, sampling)
         alive = [engine.alive for engine in self.engines]
@@ -64,7 +97,7 @@ class Replicas:
         for number, place in enumerate(order):
             hear = _Counted(self, place, missing, sampling.n, tell)
             try:
-                job = self.engines[place].submit(prompt, sampling, hear, priority)
+                job = self.engines[place].submit(prompt, sampling, hear, priority, drawn, whole)
             except QueueFullError:
                 hear.undo()
                 if number == len(order) - 1:
@@ -109,15 +142,29 @@ class Replicas:
         check_running(running)
         sources = [engine.open_weights(source, step) for engine in self.engines]  # before one of them is changed
         wanted = max(engine.version for engine in self.engines) + 1 if version is None else version
-        with ThreadPoolExecutor(len(self.engines)) as pool:
-            written = [
-                pool.submit(engine.write_weights, opened, wanted, running)
-                for engine, opened in zip(self.engines, sources, strict=True)
-            ]
+        opened = dict(zip(self.engines, sources, strict=True))
+        written = self._each(lambda engine: engine.write_weights(opened[engine], wanted, running))
         with self._lock:
             for replica in range(len(self.engines)):
                 self._router.forget(replica)
-        return max(future.result() for future in written)
+        return max(written)
+
+    def _each(self, change: Callable[[Engine], T]) -> list[T]:
+        """Of all replicas at the same time: those that share experts wait for one another."""
+        with ThreadPoolExecutor(len(self.engines)) as pool:
+            changes = [pool.submit(change, engine) for engine in self.engines]
+            try:
+                for ended in as_completed(changes):
+                    ended.result()
+            except BaseException:
+                if self._joint is not None:
+                    self._joint.meeting.abort()
+                raise
+            finally:
+                pool.shutdown()
+                if self._joint is not None:
+                    self._joint.meeting.reset()
+        return [ended.result() for ended in changes]
 
     @property
     def adapters(self) -> Mapping[str, LoadedAdapter]:
@@ -135,12 +182,10 @@ class Replicas:
         return self.engines[0].embed(prompt, pooling, adapter)
 
     def sleep(self, level: int = 1) -> None:
-        for engine in self.engines:
-            engine.sleep(level)
+        self._each(lambda engine: engine.sleep(level))
 
     def wake(self) -> None:
-        for engine in self.engines:
-            engine.wake()
+        self._each(Engine.wake)
 
     @property
     def asleep(self) -> int:
@@ -167,6 +212,8 @@ class Replicas:
         return min(engine.retry_after_s for engine in self.engines)
 
     def close(self, drain: bool = False) -> None:
+        if self._joint is not None:
+            self._joint.meeting.abort()  # nobody waits for a replica that takes no more changes
         for engine in self.engines:
             engine.close(drain)
 

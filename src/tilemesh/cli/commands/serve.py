@@ -40,7 +40,7 @@ class ServeOptions(EngineConfig):
     tls_cert: str | None = option(None, "Serve HTTPS with this certificate.", "FILE")
     tls_key: str | None = option(None, "The certificate's private key.", "FILE")
     name: str | None = option(None, "What the model is called; by default as its folder.")
-    mesh: str | None = option(None, "Processes per matrix, and replicas.", "tp=2,dp=2")
+    mesh: str | None = option(None, "Processes per matrix, replicas, and how many share experts.", "tp=2,dp=2,ep=2")
     adapter: tuple[str, ...] = option((), "An adapter to begin with; --adapters says how many may come.", "NAME=FOLDER")
     draft: str | None = option(None, "A smaller model that guesses, up to --speculate tokens (4).", "RUN|FOLDER")
     explain: bool = option(False, "Say which programs compute the model, and why not others.")
@@ -71,9 +71,9 @@ def serve(options: ServeOptions) -> None:
         access = server_access(address, keys, options.allow_host, options.allow_origin, options.no_key)
         engine: Engine | Replicas
         models: dict[str, Any] = {"draft": options.draft, "say": tell, "prepare": True}
-        ranks, replicas = sizes["tp"], sizes["dp"]
+        ranks, replicas, ep = sizes["tp"], sizes["dp"], sizes["ep"]
         if replicas > 1:
-            engine = stack.enter_context(Replicas(options.source, replicas, options, ranks=ranks, **models))
+            engine = stack.enter_context(Replicas(options.source, replicas, options, ranks=ranks, ep=ep, **models))
         else:
             engine = stack.enter_context(Engine(options.source, options, ranks=ranks if ranks > 1 else 0, **models))
         for name, folder in adapters.items():
@@ -137,16 +137,29 @@ def read_adapters(words: Sequence[str]) -> dict[str, str]:
     return read
 
 
+_NO_AXIS = {
+    "pp": "a token passes all stages before the next one can begin, so stages would take turns; set tp or dp",
+    "cp": "a step computes one new token of each request, which leaves nothing of a sequence to share; set tp or dp",
+}
+
+
 def read_mesh(text: str | None) -> dict[str, int]:
-    """`tp=2,dp=2`: the axes that serving knows, 1 where they are not named."""
-    sizes = {"tp": 1, "dp": 1}
+    """`tp=2,dp=2,ep=2`: the axes that serving knows, 1 where they are not named."""
+    sizes = {"tp": 1, "dp": 1, "ep": 1}
     for word in text.split(",") if text is not None else ():
         axis, _, number = word.strip().partition("=")
+        if axis in _NO_AXIS:
+            raise UsageError(f"--mesh is {text}: serving has no {axis}: {_NO_AXIS[axis]}")
         if axis not in sizes:
-            raise UsageError(f"--mesh is {text}: expected tp=N, dp=N or both, such as tp=2,dp=2")
+            raise UsageError(f"--mesh is {text}: expected some of tp=N, dp=N and ep=N, such as tp=2,dp=2")
         if not re.fullmatch("[1-9][0-9]{0,2}", number) or int(number) > 256:
             raise UsageError(f"--mesh is {text}: expected a whole number from 1 to 256 after {axis}=")
         sizes[axis] = int(number)
+    if sizes["dp"] % sizes["ep"]:
+        raise UsageError(
+            f"--mesh is {text}: experts are shared among replicas, and dp {sizes['dp']} of them do not make up groups "
+            f"of ep {sizes['ep']}; set dp to a multiple of it"
+        )
     return sizes
 
 
