@@ -7,7 +7,7 @@ from torch.nn import functional
 from tilemesh.data.tokenizer import Unknown
 from tilemesh.model import packed
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.packed import Packed, PackedWeight, pack_products, packed_bytes, packs
+from tilemesh.model.packed import Packed, PackedWeight, pack_products, packed_bytes, packs, without_onednn
 from tilemesh.model.programs.prepare import prepare
 from tilemesh.model.programs.program import Use
 from tilemesh.model.transformer import Transformer
@@ -139,3 +139,14 @@ def test_a_build_without_the_operator_packs_nothing(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(packed.PackedWeight, "_pack", missing)
     assert not packs(torch.float32)
     assert not packs(torch.float64)
+
+
+def test_products_are_left_to_blas_until_the_last_caller_is_done() -> None:
+    """The switch is the process's, and ranks that are threads end in any order."""
+    before = torch._C._get_mkldnn_enabled()
+    first, second = without_onednn(), without_onednn()
+    assert not torch._C._get_mkldnn_enabled()
+    first()
+    assert not torch._C._get_mkldnn_enabled()
+    second()
+    assert torch._C._get_mkldnn_enabled() == before

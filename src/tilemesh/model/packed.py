@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from threading import Lock
 from typing import TypeGuard
 
 import torch
@@ -43,11 +44,24 @@ def packs(dtype: torch.dtype) -> bool:
         return False
 
 
+_switching = Lock()
+_was_enabled: list[bool] = []
+"""oneDNN's switch is the process's: one entry for each caller that wants it off, ranks that are threads among them."""
+
+
 def without_onednn() -> Callable[[], None]:
-    """Leave products to BLAS, which begins sooner, until what this gives is called."""
-    was_enabled = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    return lambda: torch._C._set_mkldnn_enabled(was_enabled)
+    """Leave products to BLAS, which begins sooner, until what this gives is called by the last of all callers."""
+    with _switching:
+        _was_enabled.append(torch._C._get_mkldnn_enabled())
+        torch._C._set_mkldnn_enabled(False)
+
+    def restore() -> None:
+        with _switching:
+            was_enabled = _was_enabled.pop()
+            if not _was_enabled:
+                torch._C._set_mkldnn_enabled(was_enabled)
+
+    return restore
 
 
 class PackedWeight:
