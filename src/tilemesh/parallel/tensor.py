@@ -102,7 +102,7 @@ class Seams:
         (value, back_at_last), (passed, back) = crossing.before, crossing.after
         is_cut = value.kind == "S"
         dim = next((mark.dim for mark in (value, passed, back_at_last) if isinstance(mark.dim, int)), 0)
-        total = x.shape[dim]
+        total = x.shape[dim] if x.ndim else 0  # sums of losses have no dim to cut
         if is_cut:
             total = self.tokens if passage.total is None else passage.total
         # A region begins with products, which autocast computes in this dtype: rounding before or after is the same.
