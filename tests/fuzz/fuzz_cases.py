@@ -75,6 +75,7 @@ BASES: Mapping[str, tuple[Base, ...]] = {
     "plan align": (Base({"--align": "prompts=2,answers=2,prompt=8,tokens=8", "--cluster": "2xh100"}, ("model.toml",)),),
     "plan draw": (Base({"--stages": "2", "--microbatches": "2"}, ("1f1b",)),),
     "plan grade": (Base({}, ("run",)),),
+    "plan fit": (Base({}, ("runs.toml",)),),
     "tune": (Base({"--dtype": "float16"}, ("16x16x16",)),),
     "train": (
         Base({"--set": _STEP, "--mesh": "dp=1", "--out": "new"}, ("tiny.toml",)),

@@ -59,7 +59,7 @@ READ = (
     "--init", "--gpu", "--plan", "--resume", "--recipe", "--api-key", "--tls-cert", "--tls-key", "--draft", "--adapter",
     "--data", "--tokenizer", "--tried", "--trace", "[PRESET|CONFIG.toml]", "[CONFIG.toml|PRESET]", "RUN", "RUN|FOLDER",
     "[RUN|FOLDER]", "--prompts-file", "--preferences", "--task", "RUN...", "RUN ... | ROWS.jsonl ...", "SOURCE",
-    "FILE.py:FUNCTION", "MODEL", "--grade",
+    "RUNS.toml", "FILE.py:FUNCTION", "MODEL", "--grade",
 )  # fmt: skip
 """Options, and arguments by their metavar, that name what a command reads; others that name paths, what it writes."""
 

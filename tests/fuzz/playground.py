@@ -46,6 +46,27 @@ tokens = 2
 )
 
 
+RUNS = """
+name = "mine"
+source = "nobody"
+code = "compiled"
+
+[[runs]]
+name = "one"
+model = "llama-3-8b"
+cluster = "8xh100"
+tokens_per_s_per_gpu = 6667
+plan = { dp = 8, zero = 3, precision = "bf16-master", microbatch = 2 }
+
+[[runs]]
+name = "another"
+model = "llama-3-8b"
+cluster = "128xh100"
+tokens_per_s_per_gpu = 6514
+plan = { dp = 128, zero = 3, precision = "bf16-master", microbatch = 2 }
+"""
+
+
 def make(folder: Path) -> None:
     """Fill `folder`, which is the working directory."""
     from tilemesh.cli.main import main
@@ -55,6 +76,7 @@ def make(folder: Path) -> None:
     (folder / "class" / "ada" / "1" / "world_sum.txt").write_text("28")
     (folder / "tiny.toml").write_text(TINY)
     (folder / "model.toml").write_text(MODEL)
+    (folder / "runs.toml").write_text(RUNS)
     (folder / "text.txt").write_text("".join(f"line {number}: a quick brown fox\n" for number in range(200)))
     (folder / "empty.toml").write_text("")
     (folder / "binary.toml").write_bytes(bytes(range(256)))

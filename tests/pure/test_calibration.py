@@ -140,7 +140,7 @@ def test_load_refuses_a_damaged_file(tmp_path: Path, text: str, message: str) ->
             "unknown rate in 'gpu' 'lunch_s': did you mean 'launch_s'? known are matmul_flops_per_s, "
             "copy_bytes_per_s, read_bytes_per_s, write_bytes_per_s, launch_s, attention_flops_per_s, "
             "elementwise_bytes_per_s, exponentials_per_s, projection_flops_per_s, rows_bytes_per_s, "
-            "halves_bytes_per_s, operation_s, host_s, host_link_bytes_per_s",
+            "halves_bytes_per_s, operation_s, host_s, host_link_bytes_per_s, times_as_long",
         ),
     ],
 )

@@ -29,6 +29,7 @@ _MOST_BYTES = 16 << 20
 _BOOLS = {"true": True, "yes": True, "false": False, "no": False}
 _TOO_LARGE = "a whole number below 2**63"
 _DIGITS = 40  # with signs and underscores; Python refuses to read numbers of thousands of digits
+MOST_NAMES = 24  # of a section that an error lists
 _NEXT_KEY = re.compile(r"\s*[A-Za-z_][\w.-]*\s*=")
 
 
@@ -463,7 +464,11 @@ def type_words(hint: Any) -> str:
     if origin is tuple:
         return f"a list of {len(args)}: {', '.join(map(type_words, args))}"
     section = section_type(hint)
-    return f"a section with {', '.join(field_types(section))}" if section else _WORDS[hint]
+    if section is None:
+        return _WORDS[hint]
+    names = list(field_types(section))
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return f"a section with {', '.join(names[:MOST_NAMES])}{more}"
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------
