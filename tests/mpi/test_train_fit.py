@@ -44,7 +44,7 @@ def test_ranks_are_started_heard_and_resumed_on_another_mesh(tmp_path: Path) -> 
     done = subprocess.run(words, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)  # `fit` itself prints nothing
-    assert told["first"] == [4, False, 6]
+    assert told["first"] == [4, False, 8]
     assert told["second"] == [6, True]
     assert told["heard"] == ["run", "say", *[STEP] * 4, "end"]
     assert told["heavy"] == []

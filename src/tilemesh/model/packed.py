@@ -44,22 +44,19 @@ def packs(dtype: torch.dtype) -> bool:
         return False
 
 
-_switching = Lock()
-_was_enabled: list[bool] = []
-"""oneDNN's switch is the process's: one entry for each caller that wants it off, ranks that are threads among them."""
+_switch = Lock()
+_was_enabled: list[bool] = []  # one entry per caller: the switch is the process's, ranks may be threads
 
 
 def without_onednn() -> Callable[[], None]:
     """Leave products to BLAS, which begins sooner, until what this gives is called by the last of all callers."""
-    with _switching:
+    with _switch:
         _was_enabled.append(torch._C._get_mkldnn_enabled())
         torch._C._set_mkldnn_enabled(False)
 
     def restore() -> None:
-        with _switching:
-            was_enabled = _was_enabled.pop()
-            if not _was_enabled:
-                torch._C._set_mkldnn_enabled(was_enabled)
+        with _switch:
+            torch._C._set_mkldnn_enabled(_was_enabled.pop() and not _was_enabled)
 
     return restore
 
