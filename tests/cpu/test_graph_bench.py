@@ -12,12 +12,10 @@ import torch
 
 from tilemesh.bench.graph.blocks import BLOCKS, make_pass
 from tilemesh.cli.main import main
-from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import DEVICES
 from tilemesh.graph.backend import Backend
 from tilemesh.graph.cost import graph_seconds
 from tilemesh.graph.ir import Graph
-from tilemesh.graph.measured import MeasuredCost, refined_search
 from tilemesh.graph.search import as_rules, greedy, read_substitutions
 
 MODEL = """
@@ -142,23 +140,3 @@ def test_the_search_finds_what_greedy_does_not(name: str, stuck: bool) -> None:
     assert found.cost < cost(graph)
     assert (found.cost < 0.9 * first.cost) == stuck
     assert heavy(found.graph) <= heavy(graph)
-
-
-def test_what_is_measured_refines_the_cost(tmp_path: Path) -> None:
-    from tilemesh.bench.graph.studies import SEARCHED
-
-    graph = SEARCHED["chain"]()
-    cost = MeasuredCost(DEVICES["h100"])
-    before = cost(graph)
-    found = refined_search(graph, as_rules(read_substitutions()), cost)
-    assert cost(graph) != before, "measured on this machine, predicted for another"
-    assert not cost.measure(found.graph), "nothing of the best program is left to measure"
-    assert found.cost <= cost(graph)
-    cost.save(tmp_path / "costs.jsonl")
-    again = MeasuredCost(DEVICES["h100"])
-    again.load(tmp_path / "costs.jsonl")
-    assert again(found.graph) == pytest.approx(found.cost)
-    assert not again.measure(found.graph)
-    (tmp_path / "costs.jsonl").write_text('{"machine": "another", "device": "cpu"}\n')
-    with pytest.raises(UsageError, match="measured on"):
-        again.load(tmp_path / "costs.jsonl")

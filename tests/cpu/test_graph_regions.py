@@ -25,7 +25,6 @@ from tilemesh.graph.kernel_c import write_kernels
 from tilemesh.graph.kernel_plan import plan_kernel
 from tilemesh.graph.kernel_triton import launch_plans
 from tilemesh.graph.ops import PRIMITIVES, primitive
-from tilemesh.graph.planned import PlannedProgram
 from tilemesh.graph.regions import fused
 from tilemesh.graph.rules import simplify
 
@@ -139,7 +138,6 @@ def test_a_primitive_is_one_row(way: str, monkeypatch: pytest.MonkeyPatch) -> No
     by_numpy = [torch.from_numpy(each) for each in run_numpy(graph, values.numpy())]
     for results in (by_numpy, run_torch(graph, values), program(graph)(values), kernels(values)):
         torch.testing.assert_close(tuple(results), expected, rtol=1e-14, atol=1e-15)
-    torch.testing.assert_close(PlannedProgram(graph)(values), expected, rtol=1e-14, atol=1e-15)
 
 
 @needs_compiler

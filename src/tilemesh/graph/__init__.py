@@ -10,7 +10,6 @@ from tilemesh.graph.ir import Graph, Node, make
 
 _LAZY = {
     "Backend": "backend",
-    "PlannedProgram": "planned",
     "export": "tracing",
     "program": "emit",
     "run_numpy": "evaluate",

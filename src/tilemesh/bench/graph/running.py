@@ -1,25 +1,19 @@
-"""Small studies of how programs run: what eager mode costs the host, branches at once, parse trees, memory."""
+"""Small studies of how programs run: what eager mode costs the host, branches at once, parse trees."""
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Callable
 
 import torch
 
-from tilemesh.bench.graph.peak import measured_peak
-from tilemesh.bench.graph.study import NOT_PREDICTED, call_of, inputs_of, predicted_here, ranking_device, study_row
+from tilemesh.bench.graph.study import NOT_PREDICTED, inputs_of, predicted_here, ranking_device, study_row
 from tilemesh.bench.graph.trees import WAYS, TreeModel, random_tree
-from tilemesh.bench.harness import Estimate, calling, exactly, make_row
-from tilemesh.graph import build, derive
+from tilemesh.bench.harness import calling
+from tilemesh.graph import build
 from tilemesh.graph.concurrent import ConcurrentProgram
-from tilemesh.graph.cost import graph_seconds
 from tilemesh.graph.emit import program
 from tilemesh.graph.ir import Graph, Node
-from tilemesh.graph.memory import arena
-from tilemesh.graph.planned import PlannedProgram
-from tilemesh.graph.rematerialise import peak_bytes, rematerialised
 from tilemesh.measure.row import Row
 
 LENGTH = 200  # operators of the chain that shows the host's cost
@@ -136,42 +130,3 @@ def tree_rows(seconds: float, place: torch.device) -> list[Row]:
 
     calls = {("ours" if name == "levels in buckets" else name): calling(run) for name, run in runs.items()}
     return [study_row("graph trees", case, NOT_PREDICTED, calls, seconds)]
-
-
-def memory_rows(seconds: float, place: torch.device) -> list[Row]:
-    """A training step of an MLP in its arena, and with values computed again to fit less: peaks and times."""
-    x, target = build.argument("x", [512, 512]), build.argument("t", [512, 512])
-    weights = [build.argument(f"w{layer}", [512, 512]) for layer in range(8)]
-    node = x
-    for weight in weights:
-        node = build.gelu(build.dot(node, weight))
-    error = build.subtract(node, target)
-    loss = build.mean(build.multiply(error, error))
-    graph = Graph((x, target, *weights), (loss, *derive.gradient(loss, weights)))
-    whole = peak_bytes(graph)
-    inputs = inputs_of(graph, place)
-    rows = []
-    for name, budget, products in (("kept", whole, False), ("cheap again", 0, False), ("layers again", 0, True)):
-        smaller = rematerialised(graph, budget, products)
-        plan = arena(smaller.graph)
-        planned = PlannedProgram(smaller.graph, place)
-        for mine, theirs in zip(planned(*inputs), program(graph, place)(*inputs), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
-        peak = measured_peak(program(smaller.graph, place).function, inputs)
-        case: dict[str, str | int] = {
-            "way": name, "values again": smaller.values, "arena": plan.size, "block": planned.block.numel(),
-            "extra flops": smaller.extra_flops,
-        }  # fmt: skip
-        timed = study_row(
-            "graph memory step", {"way": name, "values again": smaller.values},
-            predicted_here(place, functools.partial(graph_seconds, smaller.graph)),
-            {"ours": call_of(smaller.graph, inputs), "kept": call_of(graph, inputs)}, seconds, place,
-        )  # fmt: skip
-        rows.append(
-            make_row(
-                "graph memory", case, exactly(float(peak)), unit="B", predicted=Estimate(float(smaller.peak)),
-                limit=Estimate(float(plan.bound)), no_peers="the other rows are the other ways",
-            )
-        )  # fmt: skip
-        rows.append(timed)
-    return rows

@@ -10,20 +10,19 @@ from typing import Any
 import torch
 
 from tilemesh.bench.graph.blocks import block_rows
-from tilemesh.bench.graph.running import branch_rows, host_rows, memory_rows, tree_rows
+from tilemesh.bench.graph.running import branch_rows, host_rows, tree_rows
 from tilemesh.bench.graph.study import call_of, inputs_of, predicted_here, ranking_device, study_row
-from tilemesh.bench.harness import Estimate, calling
+from tilemesh.bench.harness import calling
 from tilemesh.core.errors import unknown
 from tilemesh.graph import build, derive
 from tilemesh.graph.by_torch import run_torch
 from tilemesh.graph.cost import graph_seconds
 from tilemesh.graph.generated import server, way_for
 from tilemesh.graph.ir import Graph
-from tilemesh.graph.measured import MeasuredCost, refined_search
 from tilemesh.graph.partial import correct, mutants
 from tilemesh.graph.regions import fused
 from tilemesh.graph.rules import simplify
-from tilemesh.graph.search import as_rules, greedy, read_substitutions
+from tilemesh.graph.search import as_rules, greedy, read_substitutions, search
 from tilemesh.measure.row import Row
 
 
@@ -75,8 +74,8 @@ def search_rows(seconds: float, place: torch.device) -> list[Row]:
     rules, rows = as_rules(read_substitutions()), []
     for name, make in SEARCHED.items():
         graph = make()
-        cost = MeasuredCost(ranking_device(place), place)
-        searched = refined_search(graph, rules, cost)
+        cost = functools.partial(graph_seconds, device=ranking_device(place))
+        searched = search(graph, rules, cost)
         stuck = greedy(graph, rules, cost)
         inputs = inputs_of(graph, place)
         torch.testing.assert_close(run_torch(searched.graph, *inputs), run_torch(graph, *inputs), rtol=1e-3, atol=1e-3)
@@ -89,10 +88,7 @@ def search_rows(seconds: float, place: torch.device) -> list[Row]:
             "greedy": call_of(stuck.graph, inputs),
             "as given": call_of(graph, inputs),
         }
-        # Whatever the programs were ranked by, a sum of operators that were timed here is of this machine.
-        searched_s = cost(searched.graph)
-        is_timed = cost.has_measured(searched.graph)
-        guess = Estimate(searched_s) if is_timed else predicted_here(place, searched_s)
+        guess = predicted_here(place, functools.partial(graph_seconds, searched.graph))
         rows.append(study_row("graph search", case, guess, calls, seconds, place))
     return rows
 
@@ -163,7 +159,6 @@ STUDIES: Mapping[str, Callable[[float, torch.device], list[Row]]] = {
     "host": host_rows,
     "branches": branch_rows,
     "trees": tree_rows,
-    "memory": memory_rows,
     "blocks": block_rows,
 }
 
