@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from tilemesh.cli.chosen import PlacingWords, program_space
 from tilemesh.cli.placed import read_axes
-from tilemesh.cli.programs import load_program
 from tilemesh.core.axes import members, ranks_of
 from tilemesh.core.errors import RunError
 from tilemesh.core.units import format_bytes, format_seconds
@@ -21,6 +20,7 @@ from tilemesh.measure.sample import Sample
 from tilemesh.plan.place.problem import Chosen, PlacementFigures
 from tilemesh.plan.place.rules import EXCHANGES
 from tilemesh.plan.place.space import PlacementSpace
+from tilemesh.train.programs import load_program
 
 if TYPE_CHECKING:
     from tilemesh.comm.runtime.communicator import Communicator

@@ -77,7 +77,7 @@ class PlacedJoint:
 def place_joint(trace: JointTrace, axes: Axes, pins: Pins, choose: Chooser = propagate) -> PlacedJoint:
     """Pins say where some tensors lie; where other parameters and inputs do follows from the forward pass, then where
     the backward pass' tensors do. Results are wanted whole unless they are pinned."""
-    named = _fitting(trace, pins, axes)
+    named = fitting(trace, pins, axes)
     axes = tuple((axis, ranks) for axis, ranks in axes if ranks > 1)
     _require_no_draws(trace)
     forward = choose(trace.forward, {_named(trace, name): placement for name, placement in named.items()}, axes, ALIKE)
@@ -114,7 +114,8 @@ def _named(trace: JointTrace, name: str) -> Node:
     return trace.node(name)
 
 
-def _fitting(trace: JointTrace, pins: Pins, axes: Axes) -> dict[str, TensorPlacement]:
+def fitting(trace: JointTrace, pins: Pins, axes: Axes) -> dict[str, TensorPlacement]:
+    """The tensors that pins name, and how they lie."""
     names = [*trace.parameters, *trace.buffers, *trace.inputs, *(f"output{n}" for n in range(trace.results))]
     named: dict[str, TensorPlacement] = {}
     for pattern, placement in pins.items():
@@ -164,6 +165,7 @@ class PlacedProgram:
         self.joint, self.mesh = joint, mesh
         self.results = trace.results + len(trace.changed)
         local = with_generator(local_graph(joint.placed, mesh.comm.rank, joint.outputs), generator)
+        self.local = local
         device = generator.device
         forward, backward = divided(local, self.results)
         agree(mesh.comm, {"exchanges": [_serials(forward), _serials(backward)]})
@@ -231,7 +233,7 @@ class PlacedModule(nn.Module):
         self._load(own, root=0)
         self.generator = torch.Generator(call.tensors[0].device)
         self.generator.manual_seed(int(tell(mesh.comm, str(torch.initial_seed()))))
-        self._programs = {self._key(call): PlacedProgram(joint, mesh, self.generator)}
+        self.programs = {self._key(call): PlacedProgram(joint, mesh, self.generator)}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         call = ModuleCall.of(args, kwargs)
@@ -249,7 +251,7 @@ class PlacedModule(nn.Module):
     def program(self, call: ModuleCall) -> PlacedProgram:
         """For calls of these shapes, traced and placed when the first comes; parameters stay where they lie."""
         key = self._key(call)
-        if key not in self._programs:
+        if key not in self.programs:
             shapes = {name: mine.whole for name, mine in self.shards.items()}
             [shell] = self.shells
             shell.training = self.training
@@ -257,8 +259,8 @@ class PlacedModule(nn.Module):
             lies = {name: _placement(mine) for name, mine in self.shards.items()}
             inputs = {name: pin for name, pin in self.pins.items() if not any(fnmatchcase(own, name) for own in lies)}
             joint = place_joint(trace, self.mesh.shape, inputs | lies, self.choose)
-            self._programs[key] = PlacedProgram(joint, self.mesh, self.generator)
-        return self._programs[key]
+            self.programs[key] = PlacedProgram(joint, self.mesh, self.generator)
+        return self.programs[key]
 
     def _key(self, call: ModuleCall) -> tuple[Any, ...]:
         return call.key, torch.is_grad_enabled(), self.training, tuple(each.training for each in self.modules())
@@ -316,12 +318,23 @@ class PlacedModule(nn.Module):
     def clip_gradients(self, most: float) -> float:
         """Scale all gradients so that their norm over the whole module is at most this; the norm before (a collective
         call). torch's own function knows of a rank's shards alone."""
+        norm = self.gradient_norm()
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(min(1.0, most / (norm + 1e-6)))
+        return norm
+
+    @torch.no_grad()
+    def gradient_norm(self) -> float:
+        """Over the whole module (a collective call)."""
         held = [(self.shards[name], p.grad) for name, p in self.named_parameters() if p.grad is not None]
         squares = sum((grad.double().square().sum() / mine.copies for mine, grad in held), torch.zeros(()).double())
-        norm = math.sqrt(self.mesh.comm.all_reduce(squares.reshape(1).cpu()))
-        for _, grad in held:
-            grad.mul_(min(1.0, most / (norm + 1e-6)))
-        return norm
+        return math.sqrt(self.mesh.comm.all_reduce(squares.reshape(1).cpu()))
+
+
+def cut_words(mine: Shard) -> str:
+    """As a pin would say it."""
+    return ",".join(f"{cut.axis}:S{cut.dim}" for cut in mine.cuts) or "R"
 
 
 def _placement(mine: Shard) -> TensorPlacement:
@@ -347,7 +360,14 @@ def place(
     """
     if example is None:
         raise UsageError("place needs an example of what the module is called with: example=batch")
-    call = ModuleCall.example(example)
+    return place_call(module, mesh, pins, ModuleCall.example(example), joint=joint, choose=choose)
+
+
+def place_call(
+    module: nn.Module, mesh: Mesh, pins: Pins, call: ModuleCall, *, joint: PlacedJoint | None = None,
+    choose: Chooser = propagate,
+) -> PlacedModule:  # fmt: skip
+    """`place`, of a call whose tensors are known by name."""
     if joint is None:
         joint = place_joint(trace_joint(module, call), mesh.shape, pins, choose)
     return PlacedModule(module, mesh, pins, joint, call, choose)

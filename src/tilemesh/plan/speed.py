@@ -279,7 +279,7 @@ class RanksOfNodes:
 
     def sent_bytes(self, nbytes: float, collective: str) -> float:
         """What one rank sends for a buffer of so many bytes; the two levels together send what one ring would."""
-        return _sent_share(collective, self.ranks) * nbytes
+        return sent_share(collective, self.ranks) * nbytes
 
 
 def _different(places: int, copies: int) -> float:
@@ -288,7 +288,8 @@ def _different(places: int, copies: int) -> float:
 
 
 @functools.cache
-def _sent_share(collective: str, ranks: int) -> float:
+def sent_share(collective: str, ranks: int) -> float:
+    """Of a buffer, what one rank sends."""
     algorithm = "pairwise" if collective == "all_to_all" else "ring"
     return traffic(collective, algorithm, ranks, ranks).nbytes / ranks
 

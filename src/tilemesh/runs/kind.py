@@ -42,5 +42,7 @@ SERVE = Kind("serve", summary=("model", "points"))
 COMPRESS = Kind("compress", summary=("model", "points"))
 ALIGN = Kind("align", summary=TRAIN.summary)
 """A training run that learns from feedback: it has all that one of kind `train` has."""
+MODULE = Kind("module", summary=("module", "plan", "cluster"))
+"""A training run of a module that is no Transformer of ours, placed on a mesh."""
 TRAINED = (TRAIN, ALIGN)
 """Kinds whose folders have a training configuration and checkpoints."""

@@ -21,7 +21,7 @@ from tilemesh.core.config import check_fields, from_dict, to_dict
 from tilemesh.core.conflicts import refuse
 from tilemesh.core.context import membership
 from tilemesh.core.cores import available_cores
-from tilemesh.core.errors import Argument, RunError, UsageError
+from tilemesh.core.errors import Argument, RunError, UsageError, unknown
 from tilemesh.core.files import check_finished
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.ranges import shown
@@ -38,22 +38,26 @@ from tilemesh.data.documents import documents, source_bytes
 from tilemesh.launch.job import MOST_RANKS, RANKS_PER_CORE
 from tilemesh.launch.start import check_restarts, choose_transport
 from tilemesh.measure.machine import this_machine, usable_gpus
+from tilemesh.measure.row import Row
 from tilemesh.model.adapter import A, B, adapted_modules
 from tilemesh.model.config import ModelConfig, before_experts, check_written_model, unlike
 from tilemesh.model.families.book import read_config
 from tilemesh.model.work.weights import layer_weights, parameter_shapes, why_not, why_not_tp
 from tilemesh.runs import folder as folders
 from tilemesh.runs.base import check_base
-from tilemesh.runs.kind import TRAIN, Kind
+from tilemesh.runs.kind import MODULE, TRAIN, Kind
 from tilemesh.runs.manifest import MODEL, DamagedError, Manifest, checkpoints
 from tilemesh.runs.names import CHECKPOINTS, CONFIG, DAMAGED, RUNS, WRITTEN
-from tilemesh.train.config import TrainConfig, of_run
+from tilemesh.train.config import ModuleRun, TrainConfig, of_run
 from tilemesh.train.conflicts import OF_CONFIG, OF_PLAN
 from tilemesh.train.fits import MemoryFit
 from tilemesh.train.loggers import check_loggers
 from tilemesh.train.predict import predict_run
+from tilemesh.train.rows import module_rows, rows
 from tilemesh.train.rules import decay_patterns
 
+PLACERS = ("ilp", "dp", "mcmc", "greedy", "learned", "random")
+"""Those of `parallel.choose.CHOOSERS`, which is torch's neighbour and loaded late."""
 _RUN = Argument("run", "--out")
 _STOP_AFTER = Argument("stop_after")
 _CUT_BY_INPUTS = (".fc_o", ".fc_out")
@@ -67,7 +71,7 @@ def check_types(config: TrainConfig) -> None:
             f"config is {shown(config)}: expected a TrainConfig, which tilemesh.train.load_config makes of a preset's "
             "name or a TOML file"
         )
-    from_dict(TrainConfig, to_dict(config))
+    from_dict(type(config), to_dict(config))
 
 
 class LayoutError(UsageError):
@@ -81,6 +85,9 @@ class LayoutError(UsageError):
 def check_values(config: TrainConfig) -> None:
     """Refuse values that cannot be, alone or together. Pure: this machine is not looked at."""
     check_fields(config)
+    if config.trains_module:
+        _check_module(config)
+        return
     refuse(OF_PLAN, config)
     reason = why_not(config.model, config.plan)
     if reason:
@@ -90,6 +97,33 @@ def check_values(config: TrainConfig) -> None:
         adapted_modules(config.model, config.lora)
     _check_decay_groups(config)
     _check_compress(config)
+
+
+def _check_module(config: TrainConfig) -> None:
+    """Refuse what a run of a module has no use for."""
+    assert isinstance(config, ModuleRun)
+    if config.unused:
+        raise UsageError(
+            f"{config.unused[0]} says nothing of a run that trains a module of yours: of the plan dp and tp count, of "
+            "train the steps, seed, device and times; leave it out"
+        )
+    path, _, name = config.module.program.rpartition(":")
+    if not path or not name:
+        raise UsageError(
+            f"module.program is {config.module.program!r}: expected FILE.py:FUNCTION, such as model.py:make"
+        )
+    if not Path(path).is_file():
+        raise UsageError(f"module.program: there is no file {path}; expected FILE.py:FUNCTION")
+    if config.optimizer.name == "muon":
+        raise UsageError(
+            "optimizer.name is muon: it makes whole matrices of layers orthogonal, and a placement may cut a module's "
+            "along any dim; set adamw, lion or sgd"
+        )
+    if config.module.choose is not None and config.module.choose not in PLACERS:
+        raise unknown("chooser", config.module.choose, PLACERS)
+    for pin in config.module.pins:
+        if "=" not in pin:
+            raise UsageError(f"module.pins has {pin!r}: expected NAME=AXIS:PLACEMENT, such as x=dp:S0")
 
 
 def _check_decay_groups(config: TrainConfig) -> None:
@@ -181,6 +215,8 @@ def check_machine(config: TrainConfig, beside: int = 0) -> None:
     if fallback is not None and (fallback == Path() or (fallback.exists() and not fallback.is_dir())):
         raise UsageError(f"checkpoint.fallback_dir is '{fallback}': expected a folder, or a name for one")
     check_loggers(config.log)
+    if config.trains_module:
+        return
     if config.lora.rank:
         check_init(config.lora.base, config)
     _memory_fit(config).check()
@@ -200,6 +236,8 @@ def check_machine(config: TrainConfig, beside: int = 0) -> None:
 
 def memory_advice(config: TrainConfig) -> str:
     """For a run that ran out of memory: how much it was predicted to need, and what would need less."""
+    if config.trains_module:
+        return "cut more of its tensors, or place it on more ranks"
     return _memory_fit(config).advice()
 
 
@@ -257,6 +295,10 @@ def check_init(init: str | Path | None, config: TrainConfig | None = None) -> No
     """Refuse a folder to begin from that holds no Hugging Face model, or another model than the configuration's."""
     if init is None:
         return
+    if config is not None and config.trains_module:
+        raise UsageError(
+            Argument("init"), " with a module of yours: it begins with the weights that your function gives it"
+        )
     if not str(init) or not (Path(init) / "config.json").is_file():
         check_finished(init)
         raise UsageError(
@@ -328,9 +370,18 @@ class RankProgram:
     """Ranks that are started in addition to those of the configuration."""
     predict: Callable[[TrainConfig, Sequence[str]], dict[str, Any]] = predict_run
     """What is expected of a run, on a machine with these GPUs."""
+    rows: Callable[[Mapping[str, Any], Mapping[str, Any]], list[Row]] = rows
+    """Of a run's summary, and what was expected of it."""
 
 
 TRAINING = RankProgram()
+MODULE_TRAINING = RankProgram(MODULE, "tilemesh.train.module_rank", predict=lambda *_: {}, rows=module_rows)
+"""Rank 0 predicts, when the module is placed."""
+
+
+def program_for(config: TrainConfig, program: RankProgram) -> RankProgram:
+    """What ranks do, where the configuration says it."""
+    return MODULE_TRAINING if config.trains_module else program
 
 
 @dataclasses.dataclass(frozen=True)

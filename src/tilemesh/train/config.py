@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from tilemesh.compress.config import CompressConfig, DistillConfig
 from tilemesh.core import config
@@ -22,7 +22,7 @@ from tilemesh.model.config import PRESETS as MODELS
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.kernels import COMPILED, OURS, PLAIN, STANDARD, TORCH, ModelKernels
 from tilemesh.runs import folder as folders
-from tilemesh.runs.kind import TRAINED
+from tilemesh.runs.kind import MODULE, TRAINED
 from tilemesh.runs.names import CONFIG
 
 DEFAULT_PRESET = "default"
@@ -284,6 +284,68 @@ class TrainConfig:
     def to_toml(self) -> str:
         return config.dump_toml(self)
 
+    trains_module: ClassVar[bool] = False
+    """Whether what is trained is a module of the user's, on what its own function gives."""
+
+
+@dataclass(frozen=True)
+class ModuleConfig:
+    """What is trained where that is a module of yours, and where its tensors lie."""
+
+    program: str = ""
+    """FILE.py:FUNCTION. The function returns a module whose result is the loss, or has it as `.loss`; what it is called
+    with, a list or a dict of tensors, or a function that makes these from a step's number; and perhaps a list of such
+    to evaluate on."""
+    pins: tuple[str, ...] = ()
+    """Where tensors lie, such as ["x=dp:S0", "*.up.weight=tp:S0"]; the rest follows."""
+    choose: str | None = None
+    """Who places what is not pinned: ilp, dp, mcmc, greedy, learned or random; none: it follows from the pins."""
+
+
+@dataclass(frozen=True)
+class ModuleRun(TrainConfig):
+    """A run that trains any module of torch, placed on the plan's dp and tp. Sections of text and of Transformers say
+    nothing in it: they are neither written down nor taken."""
+
+    model: ModelConfig = field(default_factory=lambda: ModelConfig(1, 1, 1, 256, 1))
+    train: LoopConfig = field(default_factory=lambda: LoopConfig(batch=1, context=1))
+    module: ModuleConfig = field(default_factory=ModuleConfig)
+
+    trains_module: ClassVar[bool] = True
+    USED: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "module": (),
+        "train": ("steps", "seed", "deterministic", "device", "timeout_s", "max_time_s", "trace_steps"),
+        "optimizer": (),
+        "plan": ("dp", "tp"),
+        "checkpoint": (),
+        "evaluate": ("every", "patience", "min_improvement"),
+        "log": (),
+    }
+    """Sections that count, and their keys, where not all of them do."""
+
+    @property
+    def unused(self) -> list[str]:
+        """Keys that were set and say nothing here."""
+        usual, keys = config.to_dict(ModuleRun()), []
+        for section, values in config.to_dict(self).items():
+            counted = self.USED.get(section, ("",))
+            keys += [
+                f"{section}.{key}"
+                for key, value in values.items()
+                if counted and key not in counted and value != usual[section][key]
+            ]
+        return keys
+
+    def to_toml(self) -> str:
+        sections: list[str] = []
+        for part in config.dump_toml(self).split("\n\n"):
+            head, *lines = part.splitlines()
+            counted = self.USED.get(head.strip("[]"))
+            if counted is not None:
+                kept = [line for line in lines if not counted or line.partition(" =")[0] in counted]
+                sections.append("\n".join([head, *kept]))
+        return "\n\n".join(sections) + "\n"
+
 
 # ---- presets ---------------------------------------------------------------------------------------------------
 
@@ -331,8 +393,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 def of_run(folder: str | Path) -> TrainConfig:
     """What the run in a folder is, as it was written down."""
-    return from_toml(*folders.read_config(folder, *TRAINED))
+    return from_toml(*folders.read_config(folder, *TRAINED, MODULE))
 
 
 def from_toml(text: str, source: str = CONFIG) -> TrainConfig:
-    return config.from_dict(TrainConfig, config.parse_toml(text, source), source)
+    values = config.parse_toml(text, source)
+    return config.from_dict(ModuleRun if "module" in values else TrainConfig, values, source)

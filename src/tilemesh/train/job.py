@@ -30,12 +30,11 @@ from tilemesh.runs.journal import Journal
 from tilemesh.runs.lock import RunLock
 from tilemesh.runs.metrics import FAILED, RESTART, STARTED, STOPPED, last_line, last_step
 from tilemesh.runs.names import CARRIED, PREDICTED, ROWS, SUMMARY
-from tilemesh.train.check import TRAINING, JobRequest, RankProgram, check_init, check_job
+from tilemesh.train.check import TRAINING, JobRequest, RankProgram, check_init, check_job, program_for
 from tilemesh.train.config import TrainConfig, of_run
 from tilemesh.train.events import Listener, ignore, sink_to
 from tilemesh.train.load import settled
 from tilemesh.train.result import RanksFailedError, Result, WeightsLostError
-from tilemesh.train.rows import rows
 
 if TYPE_CHECKING:
     from tilemesh.comm.runtime.communicator import Communicator
@@ -87,6 +86,7 @@ def fit(
             raise UsageError("fit needs a config, or a run to resume")
         config = of_run(resume)
     config = settled(config.with_base(init) if isinstance(config, TrainConfig) else config)
+    program = program_for(config, program)
     job = (run, name, resume, init, transport, restarts, stop_after, program)
     request = FitRequest(*job, command, on_event or ignore)
     check_job(config, request)
@@ -133,7 +133,7 @@ def _train_here(config: TrainConfig, request: FitRequest, locks: contextlib.Exit
         raise
     if others is not None:
         _note(folder, others)
-    return dataclasses.replace(result, rows=_rows(folder)) if comm.rank == 0 else result
+    return dataclasses.replace(result, rows=_rows(folder, request.program)) if comm.rank == 0 else result
 
 
 def _agreed_folder(config: TrainConfig, request: FitRequest, locks: contextlib.ExitStack, comm: Communicator) -> Path:
@@ -162,7 +162,7 @@ def _start_ranks(config: TrainConfig, request: FitRequest, locks: contextlib.Exi
     if outcome.failure is not None or not ended:
         raise RanksFailedError(sentence, folder, outcome.interrupted)
     by_signal = sentence if outcome.interrupted else ""
-    return Result.of_event(ended, folder, rows=_rows(folder), by_signal=by_signal)
+    return Result.of_event(ended, folder, rows=_rows(folder, request.program), by_signal=by_signal)
 
 
 def launch_ranks(
@@ -250,10 +250,10 @@ def _note(folder: Path, others: OtherWork) -> None:
         folders.write_busyness(folder, others.busyness())
 
 
-def _rows(folder: Path) -> list[Row]:
+def _rows(folder: Path, program: RankProgram) -> list[Row]:
     """Made of the summary and the prediction, and written beside them; none where there is no summary."""
     summary = folders.read_small(folder, SUMMARY)
-    measured = rows(summary, folders.read_small(folder, PREDICTED)) if summary else []
+    measured = program.rows(summary, folders.read_small(folder, PREDICTED)) if summary else []
     with contextlib.suppress(RunError):  # the disk may be full; what is returned was measured all the same
         write_rows(measured, folder / ROWS)
     return measured

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from tilemesh.core.errors import UsageError
 from tilemesh.data.corpus import check_vocabulary, open_corpus
 from tilemesh.data.documents import misnamed_words
@@ -19,6 +21,7 @@ from tilemesh.model.programs.program import Use
 from tilemesh.model.sampling import sample
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.laid import Laid
+from tilemesh.parallel.mesh import Mesh
 from tilemesh.runs.kind import TRAIN, Kind
 from tilemesh.train.config import TrainConfig
 from tilemesh.train.record import Recorder
@@ -50,6 +53,10 @@ class Lessons:
 
     def fingerprint(self) -> str:
         return self.corpus.fingerprint()
+
+    def lay(self, mesh: Mesh, device: torch.device) -> Laid | None:
+        """What is trained, where that is not the configuration's Transformer."""
+        return None
 
     def extend(self, model: Transformer) -> None:
         """Add to the model what is trained beside it, before it is laid."""

@@ -25,7 +25,7 @@ from tilemesh.model.config import EXPERT_FIELDS, ModelConfig, unlike
 from tilemesh.model.families.book import read_config
 from tilemesh.plan.nearest import advice
 from tilemesh.train.check import LayoutError, check_init, check_resumed, check_types, check_values
-from tilemesh.train.config import BATCH, DEFAULT_PRESET, PRESETS, TrainConfig, of_run
+from tilemesh.train.config import BATCH, DEFAULT_PRESET, PRESETS, ModuleConfig, ModuleRun, TrainConfig, of_run
 from tilemesh.train.conflicts import OTHER_BATCH, UNEVEN_NUMBER, UNEVEN_SIZE, largest_divisor
 
 _RANKS, _MESH = Argument("ranks"), Argument("mesh")
@@ -87,6 +87,8 @@ def load(
     init: str | Path | None = None,
     resume: str | Path | None = None,
     recipe: str | Path | None = None,
+    pins: Sequence[str] = (),
+    choose: str | None = None,
 ) -> TrainConfig:
     """The run that a preset's name or a TOML file describes, with settings over it and its batch cut for the mesh.
 
@@ -98,7 +100,14 @@ def load(
     `resume`: a run's folder instead of a name, to go on with what it is. Settings, a mesh or a plan go over that; its
     batch stays unless train.batch is set, and its model and its optimizer's kind cannot change.
     `recipe`: a recipe's name or TOML file, to train for compression; the configuration keeps what the file says.
+    `pins`, `choose`: of a module of the user's, which `name` gives as FILE.py:FUNCTION, or a TOML file with [module].
     """
+    start = _module_start(name, resume)
+    if start is not None:
+        _refuse_for_module(plan=plan, init=init, recipe=recipe)
+        return _load_module(start, sets, mesh, ranks, pins, choose)
+    if pins or choose is not None:
+        raise UsageError(Argument("pin" if pins else "choose"), " places a module of yours: name it, FILE.py:FUNCTION")
 
     def attempt(*more: str) -> TrainConfig:
         return _load(name, [*sets, *more], mesh, plan, ranks, gpus, init, resume, recipe)
@@ -168,6 +177,50 @@ def _load(
     return config
 
 
+def _module_start(name: str | None, resume: str | Path | None) -> ModuleRun | None:
+    """A run of a module, where the arguments name one."""
+    config: TrainConfig | None = None
+    if resume is not None and name is None:
+        config = of_run(resume)
+    elif name is not None and re.search(r"\.py(:|$)", name):
+        config = ModuleRun(module=ModuleConfig(program=name))
+    elif name is not None and name.endswith(".toml") and "module" in core_config.read_toml(name):
+        config = core_config.load(ModuleRun, file=name)
+    return config if isinstance(config, ModuleRun) else None
+
+
+def _refuse_for_module(**arguments: str | Path | None) -> None:
+    for argument, value in arguments.items():
+        if value is not None:
+            raise UsageError(Argument(argument), " is of Transformers: leave it out where a module of yours is trained")
+
+
+def _load_module(
+    start: ModuleRun, sets: Sequence[str], mesh: str | None, ranks: int | None, pins: Sequence[str], choose: str | None
+) -> TrainConfig:
+    config = core_config.load(ModuleRun, preset="run", presets={"run": start}, sets=sets)
+    changes: dict[str, Any] = {"program": _absolute(config.module.program)}
+    changes |= ({"pins": tuple(pins)} if pins else {}) | ({} if choose is None else {"choose": choose})
+    config = dataclasses.replace(config, module=dataclasses.replace(config.module, **changes))
+    axes = {"dp": 1, "tp": 1} if mesh is not None else {}
+    for axis, size in () if mesh is None else _axes(mesh).items():
+        if axis not in ("dp", "tp") and size > 1:
+            raise UsageError(_MESH, f" {mesh}: a module of yours is placed on dp and tp, and {axis} is neither")
+        axes |= {axis: size} if axis in ("dp", "tp") else {}
+    if mesh is None and ranks is not None and config.plan.world != ranks:
+        axes = {"dp": ranks, "tp": 1}
+    moved = config.changed(plan=axes)
+    if ranks is not None and moved.plan.world != ranks:
+        raise UsageError(_RANKS, f" is {ranks} and the mesh has {moved.plan.world}: make them agree")
+    return _settled(moved)
+
+
+def _absolute(program: str) -> str:
+    """Ranks, and who goes on with the run, may be elsewhere."""
+    path, colon, name = program.rpartition(":")
+    return f"{Path(path).resolve()}{colon}{name}" if path else program
+
+
 def settled(config: TrainConfig) -> TrainConfig:
     """The same run with nothing left open: batch, context and the plan's microbatches agree, or it is refused."""
     try:
@@ -193,6 +246,9 @@ def _is_accepted(attempt: Callable[[], object]) -> bool:
 
 def _settled(config: TrainConfig) -> TrainConfig:
     check_types(config)
+    if config.trains_module:
+        check_values(config)
+        return config
     config = _cut(config, keep_accumulation=config.plan.accumulation > 1)
     config = config.changed(train={"batch": config.batch, "context": config.context})
     check_values(config)

@@ -445,7 +445,17 @@ class Loop:
             self.recorder.trace.counter("loss", figures.loss)
         self._lines = []
         left = (config.train.steps - progress.step) * median
-        self.emit({"kind": STEP, "step": step, **line, "steps": config.train.steps, "left_s": left, "first": first})
+        self.emit(
+            {
+                "kind": STEP,
+                "step": step,
+                **line,
+                "steps": config.train.steps,
+                "left_s": left,
+                "first": first,
+                "counts": self.stepper.source.counts,
+            }
+        )
 
     def _tell_overflow(self, step: int, scales: list[float]) -> None:
         tried = " and ".join(f"{scale:,.0f}" for scale in scales)

@@ -25,7 +25,10 @@ def step_words(event: Mapping[str, Any]) -> str:
         parts.append(f"reward {reward:.4f}")
     if held_out is not None:  # of rewards it is what is to fall: the negative one
         parts.append(f"held-out {held_out:.4f}" if reward is None else f"held-out reward {-held_out:.4f}")
-    parts += [format_rate(event["tokens_per_s"], "tokens/s"), f"{format_bytes(event['memory_bytes'])} per rank"]
+    parts += [
+        format_rate(event["tokens_per_s"], f"{event.get('counts', 'tokens')}/s"),
+        f"{format_bytes(event['memory_bytes'])} per rank",
+    ]
     left = event["left_s"]
     parts.append("done" if event["step"] == event["steps"] else f"{format_seconds(max(left, 0.001))} left")
     return "  ".join(parts)
@@ -86,9 +89,8 @@ class Shown:
             self._bar.start()
         assert self._task is not None
         first = f"loss {event['loss']:.3f}" if event.get("reward") is None else f"reward {event['reward']:.3f}"
-        words = (
-            f"{first}  {format_rate(event['tokens_per_s'], 'tokens/s')}  {format_bytes(event['memory_bytes'])} per rank"
-        )
+        rate = f"{event.get('counts', 'tokens')}/s"
+        words = f"{first}  {format_rate(event['tokens_per_s'], rate)}  {format_bytes(event['memory_bytes'])} per rank"
         self._bar.update(self._task, completed=event["step"], description=words)
         if event.get("held_out") is not None:
             self.console.print(step_words(event), soft_wrap=True)

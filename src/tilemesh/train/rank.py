@@ -261,7 +261,9 @@ def make_loop(task: RankTask, comm: Communicator, seat: Seat | None, lessons: Le
     # Steps are only left unwaited for where the number of targets that count is known beforehand.
     is_steady = seat is None and lessons.is_steady
     late = None if is_steady else False
-    laid = lay_model(laying, mesh, device, late, lessons.extend, lessons.use_for, task.initialize)
+    laid = lessons.lay(mesh, device)
+    if laid is None:
+        laid = lay_model(laying, mesh, device, late, lessons.extend, lessons.use_for, task.initialize)
     optimizer: Optimizer
     if seat is None:
         optimizer = make_optimizer(config, laid, config.optimizer_kernels_on(device.type))
@@ -507,7 +509,8 @@ def _headline(config: TrainConfig, mesh: Mesh, learnt: str, device: torch.device
         where = torch.cuda.get_device_name(device)
     ranks = f"{mesh.comm.backend} between ranks, each on {where}" if config.ranks > 1 else f"on {where}"
     beside = "".join(f"\n{subject} {words}" for subject, words in aims(config.compress, config.distill))
-    return f"{config.plan.describe(config.servers)}; {ranks}\n{learnt}{beside}"
+    layout = f"{config.plan.mesh_words}" if config.trains_module else config.plan.describe(config.servers)
+    return f"{layout}; {ranks}\n{learnt}{beside}"
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

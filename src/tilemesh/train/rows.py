@@ -20,6 +20,7 @@ from tilemesh.model.work.weights import count_parameters, shard_parameters
 from tilemesh.plan.constants import IDLE_POWER
 from tilemesh.plan.memory import rank_state_bytes, state_bytes
 from tilemesh.plan.prediction import mfu_words
+from tilemesh.plan.speed import sent_share
 from tilemesh.train.predict import calibrated_peak, compute_dtype
 
 TAKING_TURNS = (
@@ -97,6 +98,31 @@ def rows(summary: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
         sample = None if joules is None else Sample.of([float(joules) / parts])
         run_rows.append(row(name, "J", guess and guess / parts, sample, None, missing))
     return run_rows
+
+
+def module_rows(summary: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
+    """Step time, bytes that a rank sends in a step and peak memory of a run that trains a module."""
+    plan, step = summary["plan"], summary["step_time_s"] and Sample(**summary["step_time_s"])
+    case = {"dp": plan["dp"], "tp": plan["tp"], "ranks": summary["world"], "cores": summary["cores"]}
+    exchanges = [(plan[axis], *each) for axis in ("dp", "tp") for each in summary["exchanges"].get(axis, {}).items()]
+    sent = sum(sent_share(name, ranks) * nbytes for ranks, name, nbytes in exchanges)
+    figures = (
+        ("step time", "s", "step_time_s", step, predicted.get("limit_s")),
+        ("sent per rank", "B", "sent_bytes", Sample.of([sent]), None),
+        ("peak memory per rank", "B", "memory_bytes", _grown(summary), None),
+    )
+    why = {"predicted": str(predicted.get("missing", "it is not predicted of a module")), "measured": _NO_STEP}
+    why |= {"limit": "it depends on the placement", "peers": _NO_PEER}
+
+    def row(name: str, unit: str, key: str, measured: Sample | None, limit: float | None) -> Row:
+        guess = predicted.get(key)
+        values = {"predicted": guess, "measured": measured, "limit": limit}
+        missing = {column: words for column, words in why.items() if values.get(column) is None}
+        return Row(
+            name=name, case=case, unit=unit, predicted=guess, measured=measured, limit=limit, missing=missing, **stamp()
+        )
+
+    return [row(*figure) for figure in figures]
 
 
 def _expected_joules(summary: Mapping[str, Any], predicted: Mapping[str, Any]) -> float | None:

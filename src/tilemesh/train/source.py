@@ -62,6 +62,9 @@ class Source(Protocol):
     def go_on(self, steps: int, position: int) -> None:
         """After so many steps so many samples had been taken; a run may go on with another batch size."""
 
+    counts: str = "tokens"
+    """What `tokens` counts."""
+
     is_made_of_weights: bool = False
     """Whether a step's batch follows from the weights before it, so that none may be fetched before the update."""
 

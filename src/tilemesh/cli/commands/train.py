@@ -1,4 +1,4 @@
-"""Train a Transformer on one or several processes. With checkpoints, restarts and a report."""
+"""Train a Transformer, or a module of yours, on one or several processes. With checkpoints, restarts and a report."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tilemesh.cli.jobs import fit_or_lost, program, run_job, show_job, write_page
 from tilemesh.cli.output import Block, Output, console_beside, tell
 from tilemesh.core.errors import UsageError
-from tilemesh.core.options import ROWS, OutFile, OutFolder, argument, option
+from tilemesh.core.options import ROWS, Known, OutFile, OutFolder, argument, option
 from tilemesh.core.units import format_bytes, format_seconds, parse_seconds
 from tilemesh.runs.names import CHECKPOINTS, CONFIG, METRICS, SAMPLE, SUMMARY, TRACE
 
@@ -34,11 +34,17 @@ _SHARES = (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    config: str | None = argument(None, "What to train.", "[CONFIG.toml|PRESET]")
+    config: str | None = argument(None, "What to train.", "[CONFIG.toml|PRESET|FILE.py:FUNCTION]")
     ranks: int | None = option(None, "How many; by default what the mesh needs.", "N")
     mesh: str | None = option(None, "How the ranks are laid out.", "dp=2,tp=2")
     plan: str | None = option(None, "A plan of `tilemesh plan --save`.", "PLAN.toml")
     sets: tuple[str, ...] = option((), "train.steps=200,...", "A=B,...", flag="--set")
+    pin: tuple[str, ...] = option(
+        (), "Of a module of yours: where a tensor lies, as x=dp:S0; again for more.", "NAME=PLACE"
+    )
+    choose: Annotated[str | None, Known("chooser", "tilemesh.parallel.choose:CHOOSERS")] = option(
+        None, "Of a module of yours: who places what is not pinned.", "NAME"
+    )
     resume: str | None = option(None, "Go on with a run.", "RUN")
     init: str | None = option(None, "Begin with Hugging Face weights.", "FOLDER")
     recipe: str | None = option(None, "Train for compression: round or prune in every pass.", "NAME|FILE")
@@ -70,7 +76,7 @@ class TrainOptions:
         """What the run's folder is named after."""
         from tilemesh.train.config import DEFAULT_PRESET
 
-        return Path(self.config or DEFAULT_PRESET).stem
+        return Path((self.config or DEFAULT_PRESET).partition(".py:")[0]).stem
 
 
 def train(options: TrainOptions) -> Output | int:
@@ -79,6 +85,8 @@ def train(options: TrainOptions) -> Output | int:
 
     member = membership()
     config = configuration(options, member)
+    if config.trains_module:
+        _require_text(options)
     if options.explain and (member is None or member.rank == 0):
         _explain(config)
     if options.dry_run:
@@ -90,6 +98,18 @@ def train(options: TrainOptions) -> Output | int:
     console = console_beside(options.json)
     ended = run_job(_fitting(options, config), "train", console)
     return ended if isinstance(ended, int) else _show(options, console, *ended)
+
+
+def _require_text(options: TrainOptions) -> None:
+    """Refuse what is said of a Transformer's run alone."""
+    for name, value in (("--explain", options.explain), ("--one-rank-of", options.one_rank_of)):
+        if value:
+            raise UsageError(f"{name} is of Transformers: leave it out where a module of yours is trained")
+    if options.dry_run:
+        raise UsageError(
+            "--dry-run is of Transformers: `tilemesh graph explain FILE.py:FUNCTION --mesh … --pin … --train` shows "
+            "where tensors of a module would lie and what ranks would exchange"
+        )
 
 
 def _explain(config: TrainConfig) -> None:
@@ -162,6 +182,8 @@ def configuration(options: TrainOptions, member: Membership | None) -> TrainConf
         init=options.init,
         resume=options.resume,
         recipe=options.recipe,
+        pins=options.pin,
+        choose=options.choose,
     )
     if options.fallback_dir is None:
         return config
@@ -192,7 +214,7 @@ def run_rank(text: str) -> int:
     from tilemesh.train.progress import Shown
 
     values = json.loads(text)
-    options = TrainOptions(**{**values, "sets": tuple(values["sets"])})
+    options = TrainOptions(**{**values, "sets": tuple(values["sets"]), "pin": tuple(values["pin"])})
     member = membership()
     assert member is not None
     # mpiexec's pipe to a rank says it is a terminal; what comes out at its end may be a log.
@@ -219,10 +241,27 @@ def _show(options: TrainOptions, console: Console, result: Result, page: str, lo
 
     summary = read_small(result.folder, SUMMARY)
     is_of_step = summary.get("step") == result.step
+    words = module_words if "module" in summary else summary_text
     if not is_of_step:
         lost = lost or f"{result.folder} has no {SUMMARY} of step {result.step}: was the disk full?"
-    text = summary_text(result, summary) if is_of_step else ()
+    text = words(result, summary) if is_of_step else ()
     return show_job(options, console, text, result, page, lost)
+
+
+def module_words(result: Result, summary: Mapping[str, Any]) -> Iterator[Block]:
+    """The same of a module of the user's."""
+    yield result.rows
+    held_out = "" if summary["held_out"] is None else f", held-out {summary['held_out']:.4f}"
+    words = f"loss {summary['loss']:.4f}{held_out} after {summary['step']} steps"
+    yield f"\n{words}, {format_seconds(summary['seconds'])} in all"
+    if result.saved_step is not None:
+        weights, is_finished = result.saved_in or result.folder, result.saved_step == result.step
+        again = f" --set train.steps={2 * summary['step']}" * (is_finished and not summary["interrupted"])
+        yield [
+            f"weights: step {result.saved_step}, {weights / CHECKPOINTS}",
+            f"go on:   {program()} train --resume {weights}{again}",
+            f"take:    {program()} export {weights} FOLDER",
+        ]
 
 
 def summary_text(result: Result, summary: Mapping[str, Any]) -> Iterator[Block]:

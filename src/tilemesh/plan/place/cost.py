@@ -14,13 +14,13 @@ from tilemesh.core.axes import Axes
 from tilemesh.core.calibration import Rates
 from tilemesh.core.cost import SHORT_DTYPES
 from tilemesh.core.hardware import Cluster
-from tilemesh.core.tensor_placement import SILENT, Mark, R, TensorPlacement, V, exchange_of
+from tilemesh.core.tensor_placement import REPLICATED, SILENT, Mark, P, R, S, TensorPlacement, V, exchange_of
 from tilemesh.graph.ir import Graph, Node
 from tilemesh.model.work.operations import Product
 from tilemesh.model.work.passes import MemoryPass
 from tilemesh.plan.place.exchange import Step, exchange_steps
 from tilemesh.plan.place.propagate import DTYPE_BYTES, sent_bytes
-from tilemesh.plan.place.rules import sized
+from tilemesh.plan.place.rules import EXCHANGES, sized
 from tilemesh.plan.speed import RanksOfNodes, Speed, group, speed_of
 
 VIEW_LAUNCHES = 0.5
@@ -111,6 +111,24 @@ class MeshCost:
         cut = {axis for placement in (*taken, output) for axis, mark in placement if mark.kind == "S"}
         return max(seconds, flops / math.prod(self.sizes[axis] for axis in cut) / speed.flops_per_s)
 
+    def pass_s(self, memory: MemoryPass) -> float:
+        """Of a pass over a rank's memory."""
+        return self._speed("fp32").op_s(memory)
+
+    def of_program(self, local: Graph) -> tuple[float, float]:
+        """Seconds of one rank's program, exchanges in it included, and the bytes that it sends."""
+        seconds, sent = 0.0, 0.0
+        for node in local.nodes():
+            if node.op not in EXCHANGES:
+                seconds += self.compute_s(node, (REPLICATED,) * len(node.inputs), REPLICATED)
+                continue
+            value, axis, marks = node.inputs[0], str(node["axis"]), _marks_of(node)
+            nbytes = max(self.nbytes(each, REPLICATED) for each in (value, node))
+            nbytes *= self.sizes[axis] if node.op == "all_to_all" else 1
+            seconds += self._step_s(value, axis, marks, nbytes)
+            sent += sent_bytes(*marks, self.sizes[axis], nbytes)
+        return seconds, sent
+
     def least_s(self, graph: Graph) -> float:
         """No placement of a graph takes less: its operations, all ranks busy with them at the best rate."""
         flops = sum(node.flops for node in graph.nodes() if isinstance(node.flops, int))
@@ -132,6 +150,16 @@ class MeshCost:
         *batch, m, n = (local(node, output, dim) for dim in range(last + 1))
         k = local(node.inputs[0], taken[0], last)
         return Product("dot", math.prod(batch), m, n, k, short)
+
+
+def _marks_of(node: Node) -> tuple[Mark, Mark]:
+    """From what to what an exchange in a rank's program leads."""
+    if node.op == "all_reduce":
+        return P, R
+    dim = int(node["dim"])
+    if node.op == "all_to_all":
+        return S(dim), S(int(node["into"]))
+    return (S(dim), R) if node.op == "all_gather" else (P, S(dim))
 
 
 def _pass_kind(node: Node) -> str:

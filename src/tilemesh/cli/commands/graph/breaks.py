@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from tilemesh.cli.programs import load_program
 from tilemesh.core.errors import RunError
 from tilemesh.core.options import argument
+from tilemesh.train.programs import load_program
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,6 @@ from tilemesh.cli import chosen
 from tilemesh.cli.output import Output
 from tilemesh.cli.placed import place, placed_drawing, placed_lines
 from tilemesh.cli.placed import record as placed_record
-from tilemesh.cli.programs import load_program
 from tilemesh.cli.run_placed import PlacementRun, run_chosen, run_page, run_rows, run_words
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import DEVICES, LOCAL, Device
@@ -22,6 +21,7 @@ from tilemesh.graph.memory import arena
 from tilemesh.graph.size import known
 from tilemesh.plan.place.problem import Chosen
 from tilemesh.plan.place.propagate import PlacedGraph
+from tilemesh.train.programs import load_program
 
 if TYPE_CHECKING:
     from tilemesh.measure.row import Row

@@ -1,0 +1,93 @@
+"""A placed module as training has models: with its shards, and gradients that its own programs have reduced.
+
+The one idea: what ranks exchange stands in the module's programs, so that nothing is left to exchange after a backward
+pass but the norm. Buffers that the module changes are kept as weights are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.shard import Shard
+from tilemesh.model.work.passes import MemoryPass
+from tilemesh.parallel.gradients import Gradients, GradientStep, Recall, clip_factor
+from tilemesh.parallel.laid import Laid
+from tilemesh.parallel.placed import PlacedModule
+from tilemesh.parallel.shard import trained
+from tilemesh.parallel.tensor import Seams
+from tilemesh.plan.place.cost import MeshCost
+from tilemesh.runs.manifest import WEIGHT
+
+UPDATE_WORDS = 7
+"""That AdamW reads and writes of a parameter: it, its gradient and two moments, and three of them again."""
+
+
+class PlacedGradients(Gradients):
+    """Of a loss that is the mean over the batch already, the same on every rank."""
+
+    def __init__(self, placed: PlacedModule) -> None:
+        self.placed, self.stepped = placed, trained(placed, placed.shards)
+        self.loss = 0.0
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        return [mine.tensor.grad for mine in self.stepped.values() if mine.tensor.grad is not None]
+
+    def backward(self, loss_sum: Tensor, count: Tensor | int, *, last: bool = True, scale: float = 1.0) -> None:
+        self.loss = float(loss_sum.detach())
+        torch.autograd.backward(loss_sum)
+
+    def finish(self, max_norm: float | None = None, *, divide: bool = True) -> GradientStep:
+        for mine in self.stepped.values():
+            if mine.tensor.grad is None:  # of what the loss does not depend on
+                mine.tensor.grad = torch.zeros_like(mine.tensor)
+        norm = self.placed.gradient_norm()
+        if max_norm is not None and (factor := clip_factor(norm, max_norm)) < 1:
+            torch._foreach_mul_(self.buffers, factor)
+        return GradientStep(self.loss, 1, norm)
+
+    def clear(self) -> None:
+        for mine in self.stepped.values():
+            mine.tensor.grad = None
+
+    def remembered(self) -> Iterator[tuple[str, Shard, Tensor]]:
+        for name, value in self._kept():
+            yield f"{WEIGHT}:{name}", self.placed.shards[name], value.detach()
+
+    @torch.no_grad()
+    def recall(self, read: Recall) -> None:
+        for name, value in self._kept():
+            stored = read(f"{WEIGHT}:{name}", self.placed.shards[name])
+            if stored is not None:
+                value.copy_(stored)
+
+    def _kept(self) -> Iterator[tuple[str, Tensor]]:
+        """What no optimizer steps: buffers, and parameters that are frozen."""
+        yield from ((name, value) for name, value in self.placed.named_buffers() if name in self.placed.shards)
+        yield from ((name, value) for name, value in self.placed.named_parameters() if name not in self.stepped)
+
+
+def lay_placed(placed: PlacedModule, plan: ParallelPlan) -> Laid:
+    return Laid(placed, placed.mesh, plan, placed.shards, Seams(placed.mesh.tp.comm), PlacedGradients(placed))
+
+
+@dataclass(frozen=True)
+class ProgramFigures:
+    """What a rank's step is expected to take and to send; `limit_s`: no placement takes less."""
+
+    seconds: float
+    sent_bytes: float
+    limit_s: float
+
+
+def step_figures(placed: PlacedModule, cost: MeshCost) -> ProgramFigures:
+    """Of the programs that are run for the first kind of call, and AdamW's update."""
+    program = next(iter(placed.programs.values()))
+    seconds, sent = cost.of_program(program.local)
+    updated = UPDATE_WORDS * sum(p.numel() * p.element_size() for p in placed.parameters() if p.requires_grad)
+    return ProgramFigures(seconds + cost.pass_s(MemoryPass("update", updated)), sent, cost.least_s(program.trace.graph))

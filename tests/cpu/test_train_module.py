@@ -1,0 +1,186 @@
+"""`tilemesh train` of a module that is not ours: the same numbers on every mesh, stopped and gone on with too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tilemesh as tm
+from tilemesh.cli.main import main
+from tilemesh.comm.connection import run_threads
+from tilemesh.comm.runtime.communicator import Communicator
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.runs.folder import new_run
+from tilemesh.runs.kind import MODULE
+from tilemesh.train import load_config
+from tilemesh.train.config import TrainConfig, of_run
+from tilemesh.train.export import STATE, export
+from tilemesh.train.module_rank import train_here
+from tilemesh.train.programs import read_program
+from tilemesh.train.schedule import rate
+
+PROGRAM = """
+import torch
+from torch import nn
+
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layers = [nn.Linear(6, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout({dropout}), nn.Linear(16, 4)]
+        self.body = nn.Sequential(*layers)
+
+    def forward(self, x, y):
+        return nn.functional.cross_entropy(self.body(x), y)
+
+
+def batch(step):
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    return {{"x": x, "y": x[:, :4].argmax(1)}}
+
+
+def make():
+    module, generator = Classifier().double(), torch.Generator().manual_seed(0)  # ranks here are threads
+    for parameter in module.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 3
+    return module, batch, [batch(1001), batch(1002)]
+"""
+PINS = ("x=dp:S0", "y=dp:S0", "body.0.*=tp:S0")
+STEPS = 4
+
+
+def configured(tmp_path: Path, mesh: str, dropout: float = 0.0, **options: Any) -> TrainConfig:
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM.format(dropout=dropout))
+    sets = [f"train.steps={STEPS}", "optimizer.lr=0.01", "optimizer.clip=0.5", "evaluate.every=2", "checkpoint.every=2"]
+    return load_config(f"{file}:make", mesh=mesh, pins=PINS, sets=[*sets, "train.trace_steps=0"], **options)
+
+
+def trained(config: TrainConfig, folder: Path, stop_after: int | None = None, resume: bool = False) -> dict[str, Any]:
+    """Whole weights and buffers after it."""
+    if not resume:
+        new_run(MODULE, config.to_toml(), folder)
+    assert of_run(folder).changed(plan={"dp": 1, "tp": 1}) == config.changed(plan={"dp": 1, "tp": 1})
+
+    def rank(comm: Communicator) -> None:
+        train_here(config, folder, comm, stop_after=stop_after, resume=resume)
+
+    run_threads(config.ranks, rank)
+    export(folder, out := folder.parent / f"{folder.name}-{stop_after}")
+    return dict(load_file(out / STATE))
+
+
+def plain(config: TrainConfig, tmp_path: Path) -> dict[str, Any]:
+    """The same by a loop of torch's own."""
+    torch.manual_seed(config.train.seed)
+    program = read_program(f"{tmp_path}/program.py:make")
+    module, options = program.module, config.optimizer
+    matrices = [p for p in module.parameters() if p.dim() > 1]
+    others = [p for p in module.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=options.betas, eps=options.epsilon)
+    for step in range(1, STEPS + 1):
+        optimizer.zero_grad()
+        module(**program.call(step)).backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), options.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = float(np.float32(rate(step - 1, STEPS, options)))
+        optimizer.step()
+    return dict(module.state_dict())
+
+
+def test_every_mesh_trains_as_one_process_and_goes_on_elsewhere(tmp_path: Path) -> None:
+    config = configured(tmp_path, "dp=2,tp=2")
+    want = plain(config, tmp_path)
+    whole = trained(config, tmp_path / "run")
+    first = trained(configured(tmp_path, "tp=2"), tmp_path / "cut", stop_after=2)
+    then = trained(configured(tmp_path, "dp=2"), tmp_path / "cut", resume=True)
+    for name, value in want.items():
+        torch.testing.assert_close(whole[name], value, atol=1e-10, rtol=1e-10, msg=name)
+        torch.testing.assert_close(then[name], whole[name], atol=1e-10, rtol=1e-10, msg=name)
+    assert not torch.equal(first["body.0.weight"], then["body.0.weight"])
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["kind"] == "module"
+    assert summary["module"]["placements"]["body.0.weight"] == "tp:S0"
+    assert summary["held_out"] > 0
+    assert summary["step"] == STEPS
+
+
+def test_dropout_goes_on_where_it_was_on_another_mesh(tmp_path: Path) -> None:
+    whole = trained(configured(tmp_path, "tp=1", dropout=0.4), tmp_path / "whole")
+    trained(configured(tmp_path, "dp=2", dropout=0.4), tmp_path / "cut", stop_after=2)
+    then = trained(configured(tmp_path, "tp=2", dropout=0.4), tmp_path / "cut", resume=True)
+    for name, value in whole.items():
+        torch.testing.assert_close(then[name], value, atol=1e-10, rtol=1e-10, msg=name)
+
+
+def test_a_run_of_one_rank_from_python(tmp_path: Path) -> None:
+    """Through the one door, and with its page's rows."""
+    config = configured(tmp_path, "tp=1")
+    result = tm.train.fit(config, run=tmp_path / "run", in_process=True)
+    assert result.step == result.saved_step == STEPS
+    assert [row.name for row in result.rows] == ["step time", "sent per rank", "peak memory per rank"]
+    assert main(["report", str(tmp_path / "run"), "--html", str(tmp_path / "page.html")]) == 0
+    assert "step time" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("sets", "options", "words"),
+    [
+        (["model.layers=3"], {}, "model.layers says nothing of a run that trains a module"),
+        (["plan.zero=3"], {}, "plan.zero says nothing"),
+        (["optimizer.name=muon"], {}, "makes whole matrices of layers orthogonal"),
+        (["module.choose=fastest"], {}, "fastest"),
+        (["module.pins=[\"x\"]"], {}, "expected NAME=AXIS:PLACEMENT"),
+        ([], {"mesh": "pp=2"}, "pp is neither"),
+        ([], {"init": "somewhere"}, "is of Transformers"),
+        ([], {"ranks": 3, "mesh": "dp=2"}, "make them agree"),
+    ],
+)  # fmt: skip
+def test_what_says_nothing_of_a_module_is_refused(
+    tmp_path: Path, sets: list[str], options: dict[str, Any], words: str
+) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM.format(dropout=0.0))
+    with pytest.raises(UsageError, match=words):
+        load_config(f"{tmp_path}/program.py:make", sets=sets, **options)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("manual_seed(step)", "manual_seed(torch.seed() % 2**40)", "two different batches for step 1"),
+        ("nn.functional.cross_entropy(self.body(x), y)", "self.body(x)", r"returns a tensor of \[8, 4\]: expected its"),
+        ("return {{", "return {{**({{'z': x}} if step > 1 else {{}}), ", "step 2 is called with z, x, y"),
+    ],
+)  # fmt: skip
+def test_functions_that_give_what_cannot_be_trained_are_refused(tmp_path: Path, old: str, new: str, words: str) -> None:
+    config = configured(tmp_path, "tp=1")
+    (tmp_path / "program.py").write_text(PROGRAM.replace(old, new).format(dropout=0.0))
+    with pytest.raises((UsageError, RunError), match=words):
+        trained(config, tmp_path / "run")
+
+
+def test_choosers_place_what_is_trained_and_need_a_measured_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tilemesh.core.calibration import Calibration, Rates
+    from tilemesh.measure.machine import this_machine
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = configured(tmp_path, "tp=2", choose="greedy")
+    with pytest.raises(UsageError, match="tilemesh calibrate"):
+        trained(config, tmp_path / "refused")
+    rates = Rates(matmul_flops_per_s={"fp32": 3e10, "fp64": 1.5e10}, copy_bytes_per_s=2e10, operation_s=8e-6)
+    machine = this_machine()
+    Calibration(machine.id, machine.words, "2026-01-01T00:00:00+00:00", one_core=rates, all_cores=rates).save()
+    chosen = trained(config, tmp_path / "chosen")
+    for name, value in trained(configured(tmp_path, "tp=1"), tmp_path / "one").items():
+        torch.testing.assert_close(chosen[name], value, atol=1e-10, rtol=1e-10, msg=name)
+    predicted = json.loads((tmp_path / "chosen" / "predicted.json").read_text())
+    assert predicted["step_time_s"] > 0
