@@ -28,7 +28,7 @@ from tilemesh.data.config import DataConfig
 from tilemesh.data.prepare import prepare
 from tilemesh.model.families.book import from_json, read_config
 from tilemesh.runs.names import CHOICES, CONFIG
-from tilemesh.train.config import OptimizerConfig, SampleConfig, TrainConfig, of_run
+from tilemesh.train.config import OptimizerConfig, TrainConfig, of_run
 from tilemesh.train.load import load
 
 SMALL = (
@@ -75,11 +75,6 @@ def refusal(words: list[str], capsys: pytest.CaptureFixture[str], code: int = 2)
 
 
 SETTINGS = [
-    # failed only after all training
-    (
-        "sample.prompt=",
-        "a sample begins with at least one character; set sample.tokens=0",
-    ),
     ("sample.temperature=-1", "sample.temperature is -1.0: expected 0 or more"),
     ("sample.temperature=nan", "sample.temperature is nan: expected 0 or more"),
     ("sample.temperature=inf", "sample.temperature is inf: expected 0 or more"),
@@ -652,7 +647,6 @@ def test_hugging_face_files(
             "optimizer.lr is 'fast', expected a number",
         ),  # type: ignore[arg-type]
         (lambda: tm.train.fit(changed(optimizer=OptimizerConfig(betas=(0.9, 1.0)))), "optimizer.betas is 1.0"),
-        (lambda: tm.train.fit(changed(sample=SampleConfig(prompt=""))), "sample.prompt is empty"),
         (lambda: tm.train.fit(changed(data=None)), "data is None, expected a section"),
         (lambda: tm.train.fit(changed(), name="a/b"), "name is 'a/b': expected a part of a folder's name"),
         (lambda: tm.train.fit(changed(), name=""), "name is ''"),

@@ -72,7 +72,11 @@ class TestEarlyStopping:
         summary = json.loads((stopped / "summary.json").read_text())
         assert summary["best"] == {"step": 2, "held_out": seen[2]}
         assert summary["ended_early"].startswith("early stopping")
-        assert (stopped / "sample.txt").exists()
+        assert "evaluate.patience" in summary["ended_early"]
+
+    def test_the_sample_begins_as_the_own_text_does(self, stopped: Path, text: str) -> None:
+        begin = Path(text).read_text()[:8]
+        assert (stopped / "sample.txt").read_text().startswith(begin)
 
     def test_the_best_and_the_last_checkpoint_are_kept(self, stopped: Path) -> None:
         assert steps_of(stopped) == [2, 6]

@@ -75,7 +75,7 @@ from tilemesh.train.summary import _joules_per_step
 SMALL = (
     "model.layers=2,model.width=16,model.heads=4,model.kv_heads=2,model.mlp_width=32,model.context=16,"
     "train.steps=10,train.batch=8,checkpoint.every=5,evaluate.every=5,evaluate.sequences=6,sample.tokens=8,"
-    "optimizer.warmup=2,optimizer.lr=0.01,train.trace_steps=3"
+    "sample.prompt=def,optimizer.warmup=2,optimizer.lr=0.01,train.trace_steps=3"
 )
 
 
@@ -242,7 +242,7 @@ class TestFiles:
         exchange = next(event for event in trace if event.get("cat") == "exchange")
         assert exchange["args"]["bytes"] > 0
         assert exchange["args"]["group"] in ("tp", "dp", "control")
-        assert (whole / "sample.txt").read_text().startswith("def ")
+        assert (whole / "sample.txt").read_text().startswith("def")
 
     def test_a_run_keeps_what_auto_picked_and_its_continuation_keeps_to_it(self, text: str, tmp_path: Path) -> None:
         folder = tmp_path / "run"
@@ -380,8 +380,8 @@ class TestFiles:
 
     def test_generation_in_one_process_writes_what_the_ranks_wrote(self, text: str, whole: Path) -> None:
         config = made(text)
-        wrote = generate(whole, "def ", tokens=8, temperature=config.sample.temperature, seed=0)
-        assert (whole / "sample.txt").read_text() == "def " + wrote
+        wrote = generate(whole, "def", tokens=8, temperature=config.sample.temperature, seed=0)
+        assert (whole / "sample.txt").read_text() == "def" + wrote
         longer = generate(whole, "line ", tokens=40, temperature=0)
         assert len(longer.encode()) == 40  # past the context of 16
 

@@ -25,7 +25,7 @@ BEYOND_PAIRS = (
     "plan.pp=2,plan.recompute=full,plan.recompute_stages=[0,2]",
     "plan.pp=2,plan.schedule=dualpipe,plan.recompute=full,plan.recompute_stages=[0]",
     "plan.pp=2,plan.schedule=zb-v,plan.offload=weights", "plan.schedule=pipedream", "plan.attention=materialized",
-    "train.context=999", "sample.prompt=", "plan.pp=2,plan.schedule=terapipe,plan.slices=200",
+    "train.context=999", "plan.pp=2,plan.schedule=terapipe,plan.slices=200",
     "plan.cp=4,train.context=3", "plan.cp=4,plan.pp=2,plan.schedule=terapipe,plan.slices=64",
     *(f"train.compile=true,{cut},plan.recompute=operators" for cut in ("plan.cp=2", "model.experts=4")),
     *(

@@ -101,6 +101,21 @@ def test_a_step_done_twice_counts_once_and_the_restart_is_an_event(make_run: Mak
     assert max(step for _, step in found.clock) == 20  # but it took its time
 
 
+def test_a_run_that_was_stopped_and_goes_on_was_not_restarted(make_run: MakeRun) -> None:
+    folder = make_run(steps=20)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "resumed", "step": 20}\n{"kind": "step", "step": 21, "loss": 2.0}\n')
+    found = run.read(folder)
+    assert [(event.kind, event.words) for event in found.events if event.kind != "checkpoint"] == [
+        ("resumed", "went on after step 20")
+    ]
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps(summary | {"resumed": True}))
+    shown = run_page.render(run.read(folder), kind_page.Beside())
+    assert "since it went on" in shown
+    assert ">in all<" not in shown
+
+
 def test_every_kind_of_event_is_told_with_its_reason(make_run: MakeRun) -> None:
     folder = make_run(steps=20, planned=100, summary=False)
     lines = [
@@ -400,7 +415,7 @@ def test_only_times_are_faster_and_a_limit_is_more_than_nothing() -> None:
             command="c", missing={"predicted": "none"} | ({} if limit else {"limit": "none"}),
         )  # fmt: skip
 
-    rows = [row("token", "s", 2.0, 1.0, 0.006), row("size", "B", 10.0, 40.0), row("held-out loss", "nats", 2.1, 2.0)]
+    rows = [row("token", "s", 2.0, 1.0, 0.006), row("size", "B", 10.0, 40.0), row("held-out loss", "nats", 2.02, 2.0)]
     assert kernel_page.verdict(rows) == (
         "Faster than every peer in 0 of 1 cases, equal in 0; smaller than every peer in 1 of 1 cases, equal in 0; "
         "a lower loss than every peer in 0 of 1 cases, equal in 0; median 0 % of the limit; "

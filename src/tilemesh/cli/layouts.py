@@ -40,14 +40,14 @@ def layout_items(result: SearchResult) -> list[Block]:
     lacks = [words for words in dict.fromkeys(trains) if words != "yes"]
     marks = {"yes": "yes"} | {words: f"no [{place}]" for place, words in enumerate(lacks, start=1)}
     numbered = enumerate(zip(result.predictions, trains, strict=True), start=1)
-    lines = [_cells(place, prediction, marks[words]) for place, (prediction, words) in numbered]
+    lines = [_cells(place, prediction, marks[words] if lacks else "-") for place, (prediction, words) in numbered]
     silent = {name for name in _OPTIONAL if all(line[name] in ("-", "0.0%") for line in lines)}
     shown = [{heading: text for heading, text in line.items() if heading not in silent} for line in lines]
     notes = [f"{marks[words].removeprefix('no ')} {words} (`tilemesh train`)" for words in lacks]
     return [table_of(shown, left=("schedule", "recompute", "seq", "train")), *notes]
 
 
-_OPTIONAL = ("pp", "cp", "ep", "seq", "ZeRO", "schedule", "recompute", "bubble")
+_OPTIONAL = ("pp", "cp", "ep", "seq", "ZeRO", "schedule", "recompute", "bubble", "train")
 
 
 def _cells(place: int, prediction: Prediction, train: str) -> dict[str, str]:
@@ -60,7 +60,7 @@ def _cells(place: int, prediction: Prediction, train: str) -> dict[str, str]:
         "batch": f"{p.accumulation}x{p.microbatch}", "schedule": schedule,
         "recompute": "-" if p.recompute == "none" else p.recompute,
         "step": _seconds(prediction.step_time_s), "tok/s": format_count(prediction.tokens_per_s),
-        "MFU": f"{prediction.mfu:.1%}",
+        "MFU": f"{prediction.mfu:.0%}",
         "memory": format_bytes(prediction.memory.total_bytes), "bubble": f"{prediction.bubble_fraction:.1%}",
         "comm": f"{prediction.times.exposed_s / prediction.step_time_s:.1%}", "train": train,
     }  # fmt: skip

@@ -58,7 +58,7 @@ def make_app(words: Sequence[str] | None = None) -> typer.Typer:
     sentence that they are for. Those are read from the files, as importing all commands takes longer than the rest."""
     app = typer.Typer(
         name="tilemesh",
-        help="Plan, run, measure and explain Transformer training, from one GPU tile to a mesh of ranks.",
+        help="Plan, run, measure and explain Transformer training and serving, from one GPU tile to a mesh of ranks.",
         add_completion=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,  # rich takes as long to import as all of our commands together

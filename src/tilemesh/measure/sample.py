@@ -44,9 +44,9 @@ class Sample:
         return Sample(amount / self.median, amount / self.p80, amount / self.p20, self.n)
 
 
-def equal(a: Sample, b: Sample) -> bool:
-    """Whether two samples cannot be told apart: medians closer than 2 %, or p20-p80 that overlap."""
-    close = abs(a.median - b.median) < EQUAL_WITHIN * min(abs(a.median), abs(b.median))
+def equal(a: Sample, b: Sample, unit: str = "") -> bool:
+    """Whether two samples cannot be told apart: medians closer than 2 % (not of a loss), or p20-p80 that overlap."""
+    close = unit != "nats" and abs(a.median - b.median) < EQUAL_WITHIN * min(abs(a.median), abs(b.median))
     return a.median == b.median or close or (a.p20 <= b.p80 and b.p20 <= a.p80)
 
 

@@ -268,7 +268,7 @@ def _speedup(row: Row, peer: str) -> Text:
     assert row.measured is not None
     factor = row.speedup[peer]
     shown = f"{factor:.2f}×" if factor < 99.5 else f"{factor:.0f}×"
-    if equal(row.measured, row.peers[peer]):
+    if equal(row.measured, row.peers[peer], row.unit):
         return Text(f"{shown} =", style=SAME)
     return Text(shown, style=FASTER if factor > 1 else SLOWER)
 

@@ -180,7 +180,7 @@ class EventMark:
 
 PlotLayer = Line | Dots | Rule | Note
 
-SIGNS = {"checkpoint": "◆", "restart": "↻", "warning": "▲", "stopped": "■", "failed": "✖"}
+SIGNS = {"checkpoint": "◆", "restart": "↻", "resumed": "▶", "warning": "▲", "stopped": "■", "failed": "✖"}
 """Events that every kind of run may have; others are drawn as a dot."""
 
 

@@ -161,7 +161,7 @@ def _factor(row: Row) -> float:
 
 
 def _is_equal(row: Row) -> bool:
-    return row.measured is not None and equal(row.measured, row.peers[best_peer(row)])
+    return row.measured is not None and equal(row.measured, row.peers[best_peer(row)], row.unit)
 
 
 # ---- drawings --------------------------------------------------------------------------------------------------
@@ -205,7 +205,9 @@ def speedups(judged: Sequence[Row], unit_words: UnitWords) -> Html:
         )
         table.append([_numbered(name, row), words, best_peer(row)])
     drawn = bars(items, kinds=[(unit_words.better, 2), ("equal", 6), (unit_words.worse, 1)], one_line=True)
-    sentence = f"{unit_words.legend}; equal is within 2 % or overlapping spreads."
+    sentence = (
+        f"{unit_words.legend}; equal is {'' if judged[0].unit == 'nats' else 'within 2 % or '}overlapping spreads."
+    )
     factor_name = "speedup" if unit_words is _FASTER else f"times {unit_words.better}"
     return figure(unit_words.title, sentence, drawn, PageTable(["shape", factor_name, "best peer"], table), wide=True)
 

@@ -74,7 +74,7 @@ def peer(row: Row, name: str) -> Child:
     if row.measured is None:
         return _value(row, timing.median)
     factor = row.speedup[name]
-    same = equal(row.measured, timing)
+    same = equal(row.measured, timing, row.unit)
     kind = "" if same else "good" if factor > 1 else "worse"
     return el("td", _value(row, timing.median), " ", el("span", f"{factor:.2f}×{' =' if same else ''}", class_=kind))
 

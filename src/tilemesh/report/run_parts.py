@@ -186,7 +186,7 @@ def progress(run: Run) -> Html | None:
         ["since the first step", "steps done"], rows, [x.place(at) for at, _ in _some(known, MOST_ROWS)]
     )
     plot = draw.Plot(x, y, [draw.Line("steps done", points, 0)], marks, height=160)
-    words = "Flat: paused. Drop: restarted from a checkpoint. Markers: events."
+    words = "Flat: paused. Drop: steps done again from a checkpoint. Markers: events."
     return draw.chart("The run in time", words, plot, table, wide=True)
 
 

@@ -89,9 +89,10 @@ def _facts(run: Run, beside: Beside) -> list[Fact]:
     total = number(run.summary.get("seconds"))
     if math.isfinite(total):
         first = number(run.summary.get("seconds_to_first_step"))
-        facts.append(
-            Fact("in all", format_seconds(total), f"first step after {format_seconds(first)}" if first > 0 else "")
-        )
+        remark = f"first step after {format_seconds(first)}" if first > 0 else ""
+        # What came before it was resumed is in the metrics alone.
+        name = "since it went on" if run.summary.get("resumed") else "in all"
+        facts.append(Fact(name, format_seconds(total), remark))
     return facts
 
 

@@ -85,7 +85,8 @@ def _event(kind: str, step: int, line: Mapping[str, Any], when: float | None, be
     why = str(line.get("text") or line.get("why") or "")
     after = f": {why}" if why else ""
     if kind == RESUMED:
-        return Event(step, RESTART, _resumed_words(line, before) + after, when)
+        # Where nothing is done again, it had been stopped, and goes on as it was meant to.
+        return Event(step, RESTART if before > step else RESUMED, _resumed_words(line, before) + after, when)
     if kind == RESTART:
         return Event(step, RESTART, f"failed at step {step} and was started again{after}", when)
     if kind == CHECKPOINT:

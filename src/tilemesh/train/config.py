@@ -186,8 +186,8 @@ class EvaluateConfig:
 class SampleConfig:
     """The text that the trained model writes at the end of a run."""
 
-    prompt: str = "def "
-    """What the text begins with."""
+    prompt: str = ""
+    """What the text begins with; empty: `def ` where data.source is `stdlib`, else the first 8 tokens of that text."""
     tokens: Annotated[int, SAMPLED_TOKENS] = 160
     """How many tokens are generated; 0: no text."""
     temperature: Annotated[float, TEMPERATURE] = 0.7

@@ -169,12 +169,6 @@ OF_CONFIG: tuple[Row, ...] = (
         lambda config: f"train.context={config.model.context}",
     ),
     row(
-        "sample.prompt sample.tokens",
-        lambda config: config.sample.tokens > 0 and not config.sample.prompt,
-        "a sample begins with at least one character",
-        "sample.tokens=0",
-    ),
-    row(
         "plan.slices train.context",
         lambda config: config.plan.slices > config.context,
         "a slice has at least one token",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilemesh.core.errors import UsageError
+from tilemesh.data.config import STDLIB
 from tilemesh.data.corpus import check_vocabulary, open_corpus
 from tilemesh.data.documents import misnamed_words
 from tilemesh.data.samples import train_mixture
@@ -89,8 +90,10 @@ class Lessons:
     def sample(self, loop: Loop) -> str | None:
         """What the model writes now; every rank of the first replica takes part, since each holds a part of it."""
         config, tokenizer = self.config, self.corpus.tokenizer
+        own_text = config.data.source != STDLIB or config.data.mixture
+        begin = config.sample.prompt or ("" if own_text else "def ")
         try:
-            prompt = encode_prompt(tokenizer, config.sample.prompt)
+            prompt = encode_prompt(tokenizer, begin) if begin else self.corpus.train.tokens(0, 8).tolist()
         except UsageError:  # shards from elsewhere, of which nobody knows the tokenizer
             prompt = []
         prompt = prompt or [int(self.corpus.train.sample(0, 1)[0])]  # begin as a document does

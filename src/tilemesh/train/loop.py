@@ -336,7 +336,7 @@ class Loop:
         if progress.step < self.config.train.steps:
             self.ended_early = (
                 f"early stopping: no held-out loss below {progress.best_held_out:.4f}, that of step "
-                f"{progress.best_step}, in {progress.evaluations_since_best} evaluations"
+                f"{progress.best_step}, in {progress.evaluations_since_best} evaluations (evaluate.patience)"
             )
             self.optimizer.stop()
         return True

@@ -81,6 +81,7 @@ def gather(loop: Loop, baseline: int, began: float, *, limit_s: float | None = N
         else {"step": loop.progress.best_step, "held_out": loop.progress.best_held_out},
         "ended_early": loop.ended_early,
         "interrupted": loop.interrupted,
+        "resumed": loop.is_resumed,
         "seconds": time.time() - began,
         "seconds_to_first_step": None if timing.first_step_at is None else timing.first_step_at - began,
         "step_time_s": None if taken is None else asdict(taken),

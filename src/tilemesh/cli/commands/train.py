@@ -287,7 +287,7 @@ def summary_text(result: Result, summary: Mapping[str, Any]) -> Iterator[Block]:
     held_out = "" if summary["held_out"] is None else f", held-out {summary['held_out']:.3f}"
     taught = " (with the teacher's part)" if config.distill.teacher is not None else ""
     words = f"training loss {summary['loss']:.3f}{taught}{held_out} nats per token after {summary['step']} steps, "
-    words += f"{format_seconds(summary['seconds'])} in all"
+    words += f"{format_seconds(summary['seconds'])} {'since it went on' if summary.get('resumed') else 'in all'}"
     if summary.get("bits_per_byte") is not None:
         words += f", {summary['bits_per_byte']:.3f} bits per byte held out"
     first = summary["seconds_to_first_step"]
@@ -295,15 +295,15 @@ def summary_text(result: Result, summary: Mapping[str, Any]) -> Iterator[Block]:
     yield f"written: {folder} ({CONFIG}, {METRICS}, {TRACE} for ui.perfetto.dev, {SUMMARY})"
     if result.saved_step is None:
         return
-    more = f"train.steps={2 * summary['step']}"
-    if summary["step"] < config.train.steps:  # early stopping ended it
-        more = f"evaluate.patience={2 * config.evaluate.patience}"
+    is_early = summary["step"] < config.train.steps  # ended by early stopping
+    more = f"evaluate.patience={2 * config.evaluate.patience}" if is_early else f"train.steps={2 * summary['step']}"
+    begin = (sample.read_text(errors="replace").split() if sample.exists() else []) or ["import"]
     is_finished = result.saved_step == result.step and not summary["interrupted"]
     weights, again = result.saved_in or folder, f" --set {more}" * is_finished
     yield [
         f"weights: step {result.saved_step}, {weights / CHECKPOINTS}",
         f"go on:   {program()} train --resume {weights}{again}",
-        f"write:   {program()} generate {weights} --prompt 'import '",
+        f"write:   {program()} generate {weights} --prompt {begin[0]!r}",
     ]
     if config.compress.recipe:
         recipe = "FILE" if is_file_text(config.compress.recipe) else config.compress.recipe
