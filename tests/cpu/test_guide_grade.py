@@ -7,6 +7,7 @@ import io
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tilemesh.cli.main import main
@@ -19,6 +20,15 @@ RIGHT_GROUPS = """
 def groups_of(rank, dp, tp):
     row, column = divmod(rank, tp)
     return [row * tp + place for place in range(tp)], [place * tp + column for place in range(dp)]
+"""
+ORPHAN = """
+import os, pathlib, time
+def groups_of(rank, dp, tp):
+    if os.fork() == 0:
+        pathlib.Path(__file__).with_suffix(".pid").write_text(str(os.getpid()))
+        time.sleep(77)
+    time.sleep(0.3)
+    os._exit(0)
 """
 ANSWERS = {"world_sum.txt": "28", "memory.txt": "", "column.txt": "2 6 10 14", "groups_of.py": RIGHT_GROUPS}
 
@@ -54,6 +64,8 @@ def test_code_that_loops_exits_writes_or_raises_costs_its_own_point_alone(
 ) -> None:
     monkeypatch.setattr(apart, "LIMIT_S", 1.0)
     bodies = {
+        "forks": "import os\ndef groups_of(rank, dp, tp):\n    os.fork()\n    return [], []\n",
+        "orphan": ORPHAN,
         "exits": "import os\ndef groups_of(rank, dp, tp):\n    os._exit(0)\n",
         "loops": "def groups_of(rank, dp, tp):\n    while True: pass\n",
         "prints": "print('1,000 points')" + RIGHT_GROUPS,
@@ -64,12 +76,23 @@ def test_code_that_loops_exits_writes_or_raises_costs_its_own_point_alone(
         hand_in(tmp_path, student, {"groups_of.py": body})
     grades = {grade.student: grade for grade in grade_folder(tmp_path, "1") if grade.exercise == "groups_of"}
     assert {student: grade.state for student, grade in grades.items()} == {
-        "exits": "wrong", "loops": "wrong", "prints": "right", "raises": "wrong", "syntax": "unreadable",
+        **dict.fromkeys(("exits", "forks", "loops", "orphan", "raises"), "wrong"), "prints": "right",
+        "syntax": "unreadable",
     }  # fmt: skip
     assert "did not end within 1 s" in grades["loops"].why
     assert "ended the whole Python process" in grades["exits"].why
+    assert "began another process" in grades["forks"].why
     assert "ZeroDivisionError" in grades["raises"].why
+    child = int((tmp_path / "orphan" / "1" / "groups_of.pid").read_text())
+    stat = Path(f"/proc/{child}/stat")  # what an answer began has ended with it; init may not have taken note of it
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
     assert capfd.readouterr().out == ""
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    """Whoever writes the dynamic program with arrays returns numpy's integers."""
+    (cheapest,) = [exercise for exercise in part_of("16").exercises() if exercise.key == "cheapest"]
+    assert cheapest.correct(lambda own, between: np.array(cheapest.solution(own, between))) is None
 
 
 def test_the_command_prints_points_and_writes_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,8 +44,9 @@ def judged_apart(judge: Callable[[], str | None], limit_s: float | None = None) 
         said = _read(reading, limit_s)
     finally:
         os.close(reading)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)  # it has said everything, or never will
+        for end in (os.kill, os.killpg):  # it, and what it began: they have said everything, or never will
+            with contextlib.suppress(ProcessLookupError):
+                end(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
     if said is None:
         return (
@@ -54,10 +55,13 @@ def judged_apart(judge: Callable[[], str | None], limit_s: float | None = None) 
         )
     if not said:
         return f"Your function ended the whole Python process ({_ending(status)}): let it return instead."
-    body = json.loads(said)
-    if "refused" in body:
-        raise UsageError(body["refused"])
-    why: str | None = body["why"]
+    try:
+        (verdict,) = json.loads(said).items()
+    except (ValueError, AttributeError):
+        return "Your function began another process or wrote where it should not: let it only return its answer."
+    if verdict[0] == "refused":
+        raise UsageError(verdict[1])
+    why: str | None = verdict[1]
     return why
 
 
@@ -65,6 +69,7 @@ def _answer(judge: Callable[[], str | None], reading: int, writing: int) -> NoRe
     """In the child: judge, say what came out, and leave at once."""
     try:
         os.close(reading)
+        os.setpgid(0, 0)  # so that what the answer begins ends with it
         # A question of the function's (`input()`) has nobody to answer it.
         sys.stdin = io.StringIO()
         _limit_memory()
@@ -100,7 +105,7 @@ def _read(reading: int, limit_s: float) -> str | None:
             return None
         piece = os.read(reading, 1 << 16)
         if not piece:
-            return b"".join(pieces).decode()
+            return b"".join(pieces).decode(errors="replace")
         pieces.append(piece)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any
 
 from tilemesh.guide.exercise import choice, code, numeric
@@ -117,7 +118,7 @@ def why_not_cheapest(function: Callable[[Any, Any], Any]) -> str | None:
         ways = function([list(row) for row in own], [[list(row) for row in table] for table in between])
         task = f"own = {own}, between = {between}"
         if len(ways) != len(sizes) or not all(
-            isinstance(way, int) and 0 <= way < size for way, size in zip(ways, sizes, strict=True)
+            isinstance(way, Integral) and way in range(size) for way, size in zip(ways, sizes, strict=True)
         ):
             return f"{task}: you chose {ways!r:.60}: expected one number for each operator, a place in its row of own."
         mine = price(own, between, ways)
