@@ -52,9 +52,8 @@ assert np.isclose(run_numpy(both, *(np.float64(each) for each in (1, 3, 1)))[1],
 # 16 × 4, and there is one loss. For all its slopes, how many times more passes does forward mode need?
 
 # %%
-guess = predict(
-    "passes of forward mode for each of reverse mode", name="forward / reverse passes", unit="count", model=448.0
-)
+guess = predict("passes of forward mode for each of reverse mode",
+                name="forward / reverse passes", unit="count", model=448.0)  # fmt: skip
 cost = derive.jacobian_cost(forward, inputs)
 ratio = float(str(cost["forward"]["passes"])) / float(str(cost["reverse"]["passes"]))
 lesson.show(guess, ratio, missing={"limit": "1: as many inputs as results"}, figure="counted")
@@ -68,9 +67,8 @@ lesson.show(guess, ratio, missing={"limit": "1: as many inputs as results"}, fig
 
 # %%
 lesson.source(work.by_layers)
-values = [
-    np.random.default_rng(each).normal(size=[int(str(size)) for size in node.shape]) for each, node in enumerate(inputs)
-]
+values = [np.random.default_rng(each).normal(size=[int(str(size)) for size in node.shape])
+          for each, node in enumerate(inputs)]  # fmt: skip
 layered = work.by_layers(values[0], [("product", values[1]), ("tanh", None), ("product", values[2]), ("squares", None)])
 gradient = Graph(inputs, tuple(derive.gradient(loss, inputs[1:])))
 for mine, theirs in zip(run_numpy(gradient, *values), layered[1], strict=True):
@@ -97,9 +95,8 @@ curvature = Graph((*inputs, direction), tuple(derive.gradient(slope, [inputs[1]]
 v = np.random.default_rng(9).normal(size=(8, 16))
 exact = run_numpy(curvature, *values, v)[0]
 ahead, behind = (run_numpy(gradient, values[0], values[1] + sign * 1e-5 * v, values[2])[0] for sign in (1, -1))
-print(
-    f"second derivative: at most {np.abs(exact - (ahead - behind) / 2e-5).max() / np.abs(exact).max():.1e} of it apart"
-)
+off = np.abs(exact - (ahead - behind) / 2e-5).max() / np.abs(exact).max()
+print(f"second derivative: at most {off:.1e} of it apart")
 assert np.allclose(exact, (ahead - behind) / 2e-5, rtol=1e-4, atol=1e-5 * np.abs(exact).max())
 
 # %% [markdown]
@@ -142,17 +139,18 @@ lesson.show(guess, float(sum(12**length for length in (1, 2, 3))), limit=12.0, f
 # ## Rewrites, with proofs
 #
 # Two programs may be equal and one of them cheaper. A wrong rule is worse than none. How would you know? Candidates
-# are first *refuted*: both sides are computed on small random matrices, exactly (modulo a prime). What survives is
-# *proved* from a few axioms (by the theorem prover z3, once; the proofs are kept and checked when they are read):
+# are first *refuted*: both sides are computed on small random matrices (shapes are printed), exactly (modulo a prime).
+# What survives is *proved* from axioms (by the theorem prover z3, once; the proofs are kept, and checked when read):
 
 # %%
 for text in ("dot(x, add(y, z)) = add(dot(x, y), dot(x, z))", "dot(x, y) = dot(y, x)",
              "transpose(dot(x, y)) = dot(transpose(x), transpose(y))"):  # fmt: skip
     print(f"{text}: {refuted(parse(text)) or 'no counterexample'}")
 proofs = read_proofs()
-print(
-    f"{len(proofs)} equal programs, proved; such as {proofs[-1][0]}, from axioms {', '.join(map(str, proofs[-1][1]))}"
-)
+proved = [(rule, by) for rule, by in proofs if by]
+rule, by = next(each for each in proved if str(each[0]).startswith("transpose(dot(x, transpose(y)))"))
+print(f"{len(proved)} rules, proved from {len(proofs) - len(proved)} axioms; such as {rule}, from "
+      f"{' and '.join(str(proofs[number - 1][0]) for number in by)}")  # fmt: skip
 assert refuted(parse("dot(x, y) = dot(y, x)"))
 
 # %% [markdown]
@@ -166,9 +164,8 @@ matrices = [build.argument(name, [256, 256]) for name in ("x", "A", "B", "C")]
 products = [build.dot(matrices[0], each) for each in matrices[1:]]
 written = Graph(tuple(matrices), (build.add(build.add(products[0], products[1]), products[2]),))
 for slack in (1.0, 1.05, 2.0):
-    found = search(
-        written, as_rules(read_substitutions()), lambda graph: graph_seconds(graph, work.h100()), slack, limit=400
-    )
+    found = search(written, as_rules(read_substitutions()),
+                   lambda graph: graph_seconds(graph, work.h100()), slack, limit=400)  # fmt: skip
     print(f"keep what costs up to {slack:g} times the best: {found.seen} programs priced, "
           f"{format_seconds(found.cost)} from {format_seconds(graph_seconds(written, work.h100()))}")  # fmt: skip
 print(found.graph)
@@ -208,7 +205,8 @@ print(f"{len(sizes)} sizes, {len(kept)} after pruning, {len(tried)} measured; be
 #
 # A convolution slides a small window of weights over a picture; a batch norm shifts and scales each of its channels;
 # ReLU is max(·, 0). Six of each, 32 channels, pictures of 32 × 32. An H100 does 990 TFLOP/s. For one
-# picture, how much of the time is arithmetic? (Planned: a launch of some 5 µs and a roofline for each of 30 operators.)
+# picture, how much of the time is arithmetic? (Planned: some 5 µs of launch and a roofline for each of 30 operators: a
+# batch norm is three.)
 
 # %%
 guess = predict("share of the time of one picture that is arithmetic at the GPU's peak", name="arithmetic, batch 1",

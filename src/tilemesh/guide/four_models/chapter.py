@@ -86,7 +86,7 @@ assert predictions["GRPO, LoRA"].step.seconds < predictions["four models"].step.
 
 # %%
 guess = predict(
-    "how an update moves the wish to go on of wrong answers (advantage -0.5), weights per sequence",
+    "how far does an update move the logit of going on, of wrong answers (advantage -0.5; 0 would be: not at all)?",
     name="drift of wrong answers, GRPO",
     unit="count",
     model=work.exact_drift(0.9, -0.5),
@@ -97,9 +97,8 @@ lesson.show(guess, work.drift("sequence", 0.9, -0.5),
 fair = work.drift("constant", 0.9, -0.5)
 print(f"with one weight for every token, whatever the answer's length (Dr. GRPO): {fair:.5f}")
 right, wrong = work.trained_lengths("sequence")[-1]
-print(
-    f"after 200 updates: right answers {right:.1f} tokens, wrong ones {wrong:.0f}; without the division both stay at 10"
-)
+print(f"after 200 updates: right answers {right:.1f} tokens, wrong ones {wrong:.0f}; without the division both stay "
+      "at 10")  # fmt: skip
 assert abs(fair) < 0.001
 assert wrong > 10 > right
 

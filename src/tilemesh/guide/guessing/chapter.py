@@ -30,7 +30,7 @@ from tilemesh.guide.requests.work import random_model
 
 lesson = Lesson("11")
 predict = lesson.predict
-lesson.source(work.verify, work.exact_output)
+lesson.source(work.exact_output)
 draw = np.random.default_rng(5)
 worst = 0.0
 for _ in range(1000):
@@ -76,9 +76,8 @@ guess = predict(
     model=work.tokens_per_pass(rate, guesses),
 )
 counts = work.counted_tokens(q, draft, guesses, 4000)
-lesson.show(
-    guess, statistics.mean(counts), missing={"limit": f"{guesses + 1}, if every guess stayed"}, figure="counted"
-)
+lesson.show(guess, statistics.mean(counts),
+            missing={"limit": f"{guesses + 1}, if every guess stayed"}, figure="counted")  # fmt: skip
 assert abs(statistics.mean(counts) / work.tokens_per_pass(rate, guesses) - 1) < 0.03
 
 # %% [markdown]
@@ -107,9 +106,8 @@ plain = work.engine_run(served, 0)
 guess = predict("a model that repeats itself, up to 4 n-gram guesses: tokens per step",
                 name="tokens per step, n-gram", unit="count", model=work.tokens_per_pass(0.75, 4))  # fmt: skip
 guessed = work.engine_run(served, 4)
-lesson.show(
-    guess, len(guessed.tokens) / guessed.decode_steps, missing={"limit": "5, if every guess stayed"}, figure="counted"
-)
+lesson.show(guess, len(guessed.tokens) / guessed.decode_steps,
+            missing={"limit": "5, if every guess stayed"}, figure="counted")  # fmt: skip
 print(f"{plain.decode_steps} steps in {format_seconds(plain.seconds)} without, {guessed.decode_steps} in "
       f"{format_seconds(guessed.seconds)} with guesses; the same tokens: {plain.tokens == guessed.tokens}")  # fmt: skip
 assert plain.tokens == guessed.tokens

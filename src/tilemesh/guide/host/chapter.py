@@ -91,9 +91,8 @@ guess = predict(
     unit="fraction",
     model=0.25,  # a batch just above a power of two wastes half, one just below nothing
 )
-lesson.show(
-    guess, work.padded(sizes, powers), missing={"limit": "0 %, with a recording for every size"}, figure="counted"
-)
+lesson.show(guess, work.padded(sizes, powers),
+            missing={"limit": "0 %, with a recording for every size"}, figure="counted")  # fmt: skip
 for words, buckets in (("every 8th", [1, 2, 4, *range(8, 65, 8)]), ("every size", sizes)):
     print(f"{words}: {len(buckets)} recordings, {work.padded(sizes, buckets):.1%} padding")
 
@@ -136,7 +135,6 @@ lesson.show(guess, booked_s, missing={"limit": "0, if nothing had to be decided"
 # after each third:
 
 # %%
-lesson.source(work.timeline)
 host, device = [4e-6] * 12, [10e-6] * 12
 for words, waits in (("no read", [False] * 12), ("a read after each third", [place % 3 == 2 for place in range(12)])):
     spans = work.timeline(host, device, waits)

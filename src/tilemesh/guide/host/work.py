@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import statistics
 import threading
@@ -18,6 +19,7 @@ from tilemesh.guide.requests.work import Load, continuous
 from tilemesh.measure.sample import Sample
 from tilemesh.serve.scheduler import ServeLimits
 
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch.profiler prints when it begins and ends
 LAYERS, WIDTH = 12, 64
 
 

@@ -48,7 +48,7 @@ assert kv_cache_bytes(every_head, 32768) == 8 * kv_cache_bytes(large, 32768)
 
 # %%
 tokens = work.lengths(1000)
-print(f"a chat has {statistics.median(tokens):.0f} tokens in the middle, {max(tokens)} at most")
+print(f"drawn by chance: a chat has {statistics.median(tokens):.0f} tokens in the middle, {max(tokens)} at most")
 lesson.source(work.waste, work.waste_in_pages)
 guess = predict("share of the memory that stays empty if each request has 2,048 tokens set aside",
                 name="empty, in one piece", unit="fraction", model=1 - statistics.mean(tokens) / 2048)  # fmt: skip

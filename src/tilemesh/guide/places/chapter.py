@@ -72,8 +72,8 @@ assert drawing in (5, 6)
 # ## New weights, every step
 #
 # After an update the engine needs the new weights. Colocated and laid out alike, they are there: 0 bytes. If training
-# cuts matrices over tp · pp ranks and the engine over fewer, each rank receives what it lacks: M · (1/t_engine -
-# 1/(tp · pp)). For 8 B in 16 bits, trained with tp 8, drawn with engines of 1 rank?
+# cuts matrices over tp · pp ranks and the engine over fewer, each rank receives what it lacks: M bytes of
+# weights · (1 / ranks of an engine - 1 / (tp · pp)). For 8 B in 16 bits, trained with tp 8, drawn by engines of 1 rank?
 
 # %%
 size = 2 * count_parameters(preset("llama-3-8b")).total

@@ -87,6 +87,8 @@ for decay in (0.0, 0.5, 0.9, 1.0):
     (signal, noise), (blind, _) = work.chain_advantages(decay, True), work.chain_advantages(decay, False)
     print(f"λ = {decay}: right beats wrong by {signal:.3f}, scatter {noise:.3f}; with a critic that knows nothing: "
           f"{blind:.3f}")  # fmt: skip
+scatters = [work.chain_advantages(tenth / 10, True)[1] for tenth in range(11)]
+print(f"scatter from λ = 0 to 1: {bars(scatters, max(scatters))}")
 assert work.chain_advantages(0.0, False)[0] == 0.0
 
 # %% [markdown]
@@ -111,8 +113,8 @@ lesson.show(guess, statistics.mean(first for first, _ in clipped), missing={"lim
 unbounded = [work.reuse("clip", seed, clip=1e9) for seed in range(5)]
 for words, runs in (("neither", plain), ("the ratio alone", unbounded), ("ratio and clip", clipped)):
     print(f"{words}: KL {statistics.mean(first for first, _ in runs):.2f} in the first round; after 40 rounds "
-          f"{[round(end, 2) for _, end in runs]}")  # fmt: skip
-assert statistics.mean(end for _, end in clipped) > statistics.mean(end for _, end in plain)
+          f"{[round(ends[-1], 2) for _, ends in runs]}; the last of them: {bars(runs[-1][1], 1)}")  # fmt: skip
+assert statistics.mean(ends[-1] for _, ends in clipped) > statistics.mean(ends[-1] for _, ends in plain)
 
 # %% [markdown]
 # **6. Stay near where you came from.** A reward is never quite what you want. Here a reward model is right about

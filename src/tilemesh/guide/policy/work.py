@@ -89,12 +89,14 @@ def chain_advantages(decay: float, knows: bool, length: int = 12, chains: int = 
 # A batch that is used again -------------------------------------------------------------------------------------------
 
 
-def reuse(surrogate: str, seed: int, rounds: int = 40, epochs: int = 20, clip: float = 0.2) -> tuple[float, float]:
+def reuse(
+    surrogate: str, seed: int, rounds: int = 40, epochs: int = 20, clip: float = 0.2
+) -> tuple[float, list[float]]:
     """Rounds of: draw 24 noisy samples, then make so many updates from them. The KL between the policies before and
-    after the first round, and the expected reward after the last."""
+    after the first round, and the expected reward after each."""
     draw = np.random.default_rng(seed)
     rewards = torch.from_numpy(REWARDS)
-    logits, first = torch.zeros(8, dtype=torch.float64), 0.0
+    logits, first, ends = torch.zeros(8, dtype=torch.float64), 0.0, list[float]()
     for round_ in range(rounds):
         old = torch.log_softmax(logits, 0)
         probabilities = old.exp().numpy()
@@ -109,7 +111,8 @@ def reuse(surrogate: str, seed: int, rounds: int = 40, epochs: int = 20, clip: f
         if round_ == 0:
             policy = torch.softmax(logits, 0)
             first = float((policy * (policy.log() - old)).sum())
-    return first, float(torch.softmax(logits, 0) @ rewards)
+        ends.append(float(torch.softmax(logits, 0) @ rewards))
+    return first, ends
 
 
 # KL -------------------------------------------------------------------------------------------------------------------

@@ -55,7 +55,8 @@ assert len(record.output) == 16
 # %%
 flops_per_s = 256 * work.PRODUCT_BYTES / 2 / work.product_seconds(256)  # 2 operations for 4 bytes and vector
 computing_s = 16 * read / 2 / flops_per_s
-print(f"16 tokens: {format_seconds(read / rate)} to read, {format_seconds(computing_s)} to compute")
+print(f"16 tokens: {format_seconds(read / rate)} to read, {format_seconds(computing_s)} to compute; both take equally "
+      f"long with {16 * read / rate / computing_s:.0f} tokens")  # fmt: skip
 guess = predict("how many times longer is a step of 16 requests than a step of one?",
                 name="step of 16 / step of 1", unit="count", model=max(1.0, computing_s * rate / read))  # fmt: skip
 many_s = work.decode_seconds(work.serve(served, 16, 16, 16).steps).median
@@ -64,8 +65,8 @@ print(f"tokens per second: {1 / one_s:.0f} for one request, {16 / many_s:.0f} fo
 assert 16 / many_s > 1 / one_s, "a batch makes more tokens per second"
 
 # %% [markdown]
-# Far less than 16 times: this is why engines batch. (On a CPU computing overtakes reading after a few requests, on a
-# GPU only after some hundred.) The price is the gap between tokens that each person sees. Take a step's time as a + b
+# Far less than 16 times: this is why engines batch. (From the number printed above computing takes longer than reading;
+# on a GPU it is some hundred.) The price is the gap between tokens that each person sees. Take a step's time as a + b
 # · tokens, from the two measurements, and work *backwards* from a budget: if nobody may wait longer than 60 ms for a
 # token, how many requests may share a step? A model that takes 10 s to predict is useless, however many predictions
 # it makes at once.

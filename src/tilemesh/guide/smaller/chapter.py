@@ -87,14 +87,8 @@ assert aware.loss < results["int2-g16"].loss
 # zeros, and with half of its rows.
 
 # %%
-for structure, amount in (
-    ("unstructured", 0.29),
-    ("unstructured", 0.5),
-    ("unstructured", 0.8),
-    ("2:4", 0.5),
-    ("mlp", 0.25),
-    ("mlp", 0.5),
-):
+for structure, amount in (("unstructured", 0.29), ("unstructured", 0.5), ("unstructured", 0.8), ("2:4", 0.5),
+                          ("mlp", 0.25), ("mlp", 0.5)):  # fmt: skip
     smaller = prune(model, Recipe(prune=PruneRecipe(structure=structure, amount=amount)))  # type: ignore[arg-type]
     result = work.quality(smaller)
     print(f"{structure:>13} {amount:.0%}: {result.right:.1%} right, {work.weights_of(smaller):,} numbers stored")
@@ -103,9 +97,8 @@ guess = predict("time of the product with half of the rows, as a share of the wh
                 name="half of the rows", unit="fraction", model=0.5)  # fmt: skip
 half_s, sparse_s = work.product_seconds(2048), work.product_seconds(4096, zeros=0.8)
 lesson.show(guess, half_s / full_s, missing={"limit": "50 %"})
-print(
-    f"80 % zeros: {sparse_s / full_s:.2f} of the time ({format_seconds(full_s)}): a zero is multiplied like any other"
-)
+print(f"80 % zeros: {sparse_s / full_s:.2f} of the time ({format_seconds(full_s)}): a zero is multiplied like any "
+      "other")  # fmt: skip
 assert half_s < sparse_s
 
 # %% [markdown]
