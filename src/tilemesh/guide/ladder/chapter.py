@@ -60,9 +60,8 @@ assert first.lanes_used == 12 / 32
 # %%
 v1 = rungs.v1(side=8)
 print(v1.text())
-guess = predict(
-    "v1 with N = 32: elements read from global memory", name="v1, N = 32", unit="count", model=v1.predicted(32)[0]
-)
+guess = predict("v1 with N = 32: elements read from global memory",
+                name="v1, N = 32", unit="count", model=v1.predicted(32)[0])  # fmt: skip
 counted, _ = rungs.count(v1, 32)
 lesson.show(guess, counted.total(shared=False).elements, missing=counted_only, figure="counted")
 assert counted.total(shared=False).elements == 2 * 32**3

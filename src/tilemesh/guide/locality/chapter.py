@@ -35,9 +35,8 @@ print("compiler:", compiler() or "none, numpy instead", "· caches of a core:", 
 
 # %%
 matrix = StridedView.of(range(20), (4, 5))
-guess = predict(
-    "4 x 5 matrix, rows 1 to 3, columns 2 and 3: offset of the view", name="offset of a slice", unit="count", model=7
-)
+guess = predict("4 x 5 matrix, rows 1 to 3, columns 2 and 3: offset of the view",
+                name="offset of a slice", unit="count", model=7)  # fmt: skip
 part = matrix.slice(range(1, 4), range(2, 4))
 lesson.show(guess, part.offset, missing=counted_only, figure="counted")
 print("slice:", part.shape, part.strides, "contiguous" if part.contiguous else "not contiguous", list(part))
@@ -119,9 +118,8 @@ for key in ("cache_tiles", "register_tiles", "both_tiles"):
 
 # %%
 n = 192 if compiler() else 48
-guess = predict(
-    f"n = {n}: ijk takes how many times as long as ikj?", name="ijk over ikj", unit="count", model=down / along
-)
+guess = predict(f"n = {n}: ijk takes how many times as long as ikj?",
+                name="ijk over ikj", unit="count", model=down / along)  # fmt: skip
 times = measured.nest_times(n)
 lesson.show(guess, times["ijk"].median / times["ikj"].median, missing=no_limit)
 for key, sample in times.items():
@@ -161,9 +159,8 @@ print({name: f"{sample.median * 1e3:.2f} ms" for name, sample in fused.items()})
 # A tile of T x T outputs needs (T + 2)² inputs. Read once into a small buffer, that is all that comes from memory.
 
 # %%
-guess = predict(
-    "3 x 3 convolution, tiles of 4 x 4: reads for each output", name="reads per output", unit="count", model=36 / 16
-)
+guess = predict("3 x 3 convolution, tiles of 4 x 4: reads for each output",
+                name="reads per output", unit="count", model=36 / 16)  # fmt: skip
 reads = traffic.convolution_reads("tiled", 8, 8, 4)
 lesson.show(guess, reads / 64, missing=counted_only, figure="counted")
 assert reads == traffic.convolution_formula("tiled", 8, 8, 4) == 4 * 36

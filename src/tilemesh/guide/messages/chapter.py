@@ -57,9 +57,8 @@ except RunError as error:
 # %%
 lesson.source(work.pass_token)
 ring = 6
-guess = predict(
-    f"messages until the token has gone round {ring} ranks", name="token round the ring", unit="messages", model=ring
-)
+guess = predict(f"messages until the token has gone round {ring} ranks",
+                name="token round the ring", unit="messages", model=ring)  # fmt: skip
 
 
 def token_and_count(comm: Communicator) -> tuple[int, int]:
@@ -143,12 +142,10 @@ small, large = 8, 16 << 20  # bytes; 16 << 20 is 16 * 2**20, 16 MiB
 copy_s = work.copy_seconds(large)
 print(f"one copy of 16 MiB inside this process: {format_seconds(copy_s)}")
 alpha_s = LINKS["memory"].latency_s
-small_guess = predict(
-    "time of an 8-byte message between two processes of this machine", name="message of 8 B", unit="s", model=alpha_s
-)
-large_guess = predict(
-    "time of a 16 MiB message between them", name="message of 16 MiB", unit="s", model=alpha_s + 2 * copy_s
-)
+small_guess = predict("time of an 8-byte message between two processes of this machine",
+                      name="message of 8 B", unit="s", model=alpha_s)  # fmt: skip
+large_guess = predict("time of a 16 MiB message between them",
+                      name="message of 16 MiB", unit="s", model=alpha_s + 2 * copy_s)  # fmt: skip
 with Ranks(2) as ranks:
     (small_times,) = ranks.call(work.ping_pong, [small])[0]
     (large_times,) = ranks.call(work.ping_pong, [large], 15)[0]

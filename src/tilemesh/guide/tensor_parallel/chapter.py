@@ -56,9 +56,8 @@ guess = predict(
     model=2 * array_bytes * (ranks - 1) / ranks,
 )
 cut = run_threads(ranks, partial(work.columns_then_rows, p=problem))
-lesson.show(
-    guess, float(cut[0].forward_bytes), missing={"limit": "the least depends on what may stay cut"}, figure="counted"
-)
+lesson.show(guess, float(cut[0].forward_bytes),
+            missing={"limit": "the least depends on what may stay cut"}, figure="counted")  # fmt: skip
 assert work.distance([result.z_TD for result in cut], whole.z_TD, -1) < 1e-12
 assert work.distance([result.dx_TD for result in cut], whole.dx_TD, -1) < 1e-12
 assert work.distance([result.da_DF for result in cut], whole.da_DF, 1) < 1e-12  # gradients are cut like their matrices
