@@ -76,7 +76,7 @@ STRICTER = {
 }
 # The most lines that a room may have: raised only in the commit that adds a named capability. `make size` prints them.
 MOST_LINES = {
-    "core": 8_670,
+    "core": 8_675,
     "measure": 3_040,
     "launch": 2_140,
     "runs": 2_173,
@@ -89,12 +89,12 @@ MOST_LINES = {
     "parallel": 9_730,
     "methods": 1_978,
     "compress": 1_820,
-    "train": 8_608,
+    "train": 8_843,
     "serve": 9_740,
     "align": 3_608,
     "report": 6_250,
     "bench": 9_244,
-    "cli": 6_058,
+    "cli": 6_084,
     "guide": 17_297,
 }
 SOURCE_SUFFIXES = (".py", ".c", ".h", ".cu", ".cuh", ".js", ".css")

@@ -25,7 +25,7 @@ from tilemesh.launch.start import find_mpiexec
 from tilemesh.runs.folder import new_run
 from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.manifest import WRITING, Manifest, checkpoints
-from tilemesh.runs.metrics import latest
+from tilemesh.runs.metrics import latest, lines_of
 from tilemesh.runs.names import CHECKPOINTS, CONFIG
 from tilemesh.train.check import JobRequest
 from tilemesh.train.config import TrainConfig
@@ -126,6 +126,9 @@ class Started:
     def reached(self, step: int) -> bool:
         return max(losses(self.folder), default=0) >= step
 
+    def restarts(self) -> list[str]:
+        return [text for _, text in self.said if "starting again" in text]
+
     def wait(self, within_s: float = 180.0) -> Outcome:
         self.thread.join(within_s)
         assert self.outcome is not None, "the job did not end"
@@ -148,8 +151,8 @@ def kill_in_turn(run: Started, kills: Sequence[tuple[int, int]]) -> None:
         pid = rank_pids(run.folder)[victim]
         os.kill(pid, signal.SIGKILL)
         killed.add(pid)
-        until(lambda: len(run.said) > number)  # noqa: B023
-        assert f"rank {victim} was killed by SIGKILL" in run.said[number][1]
+        until(lambda: len(run.restarts()) > number)  # noqa: B023
+        assert f"rank {victim} was killed by SIGKILL" in run.restarts()[number]
 
 
 @NEEDS_MPI
@@ -178,6 +181,27 @@ def test_killed_twice_and_the_loss_is_that_of_an_undisturbed_run(
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     reasons = [line["why"] for line in lines if line["kind"] == "restart"]
     assert [reason.split(" (")[0] for reason in reasons] == [f"rank {rank} was killed by SIGKILL" for rank in (1, 0)]
+
+
+@NEEDS_MPI
+@pytest.mark.usefixtures("warm")
+def test_a_rank_that_dies_at_every_start_is_done_without_until_there_is_a_checkpoint(
+    config: TrainConfig, tmp_path: Path
+) -> None:
+    """Twice before the first checkpoint: one rank goes on alone, and when it dies too, both are there again."""
+    two = load(mesh="dp=2", sets=[SMALL, f"data.source={config.data.source},plan.precision=fp64,checkpoint.every=8"])
+    folder = new_run(TRAIN, two.to_toml(), tmp_path / "run")
+    run = Started(two, folder, restarts=3, min_ranks=1)
+    kill_in_turn(run, [(1, 0), (1, 0), (0, 12)])
+    outcome = run.wait()
+    assert (outcome.failure, outcome.attempts) == (None, 4)
+    fewer, back = (line["text"] for line in lines_of(folder) if line["kind"] == "mesh")
+    assert fewer.startswith("fewer ranks: 2 ranks as dp 2 x tp 1")
+    assert "now 1 rank as dp 1 x tp 1" in fewer
+    assert back.startswith("ranks are back: 1 rank as dp 1 x tp 1")
+    quiet = new_run(TRAIN, two.to_toml(), tmp_path / "quiet")
+    run_threads(2, lambda comm: train_here(two, quiet, comm, emit=lambda event: None))
+    assert losses(folder) == pytest.approx(losses(quiet), rel=1e-10)
 
 
 KILLS = 5  # of one run; ten runs are fifty kills

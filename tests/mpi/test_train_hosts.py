@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +20,7 @@ from tilemesh.comm import run_threads
 from tilemesh.runs.files import read_object
 from tilemesh.runs.folder import new_run
 from tilemesh.runs.kind import TRAIN
-from tilemesh.runs.metrics import latest
+from tilemesh.runs.metrics import latest, lines_of
 from tilemesh.train.load import load
 from tilemesh.train.rank import train_here
 
@@ -89,3 +94,110 @@ def test_two_hosts_by_torchrun_learn_what_one_machine_learns(hosts: list[str], t
         [line["loss"] for line in latest(folder) if line["kind"] == "step"] for folder in (tmp_path / "run", alone)
     )
     assert ours == theirs  # a sum of two has one order
+
+
+ELASTIC = f"{SETS},train.steps=300,checkpoint.every=1,plan.precision=fp64,train.timeout_s=6,train.trace_steps=0"
+
+
+class Host:
+    """One namespace as a host whose power can be cut: torchrun's elastic agent with two ranks on it."""
+
+    def __init__(self, name: str, cable: str, address: str, folder: Path, sets: str) -> None:
+        self.name, self.cable, self.folder = name, cable, folder
+        # In a namespace an agent does not find itself by the machine's name.
+        conf = (
+            f"is_host={int(address == ADDRESSES[0])},last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+        )
+        self.command = [
+            *("ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2"),
+            *("--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-conf", conf),
+            *("--rdzv-endpoint", f"{ADDRESSES[0]}:{PORT}", "--local-addr", address, "--max-restarts", "9"),
+            *("-m", "tilemesh", "train", "--mesh", "dp=2,tp=2", "--min-ranks", "2"),
+            *("--out", str(folder / "run"), "--set", sets),
+        ]
+        self.start()
+
+    def start(self) -> None:
+        assert tilemesh.__file__ is not None
+        environ = os.environ | {
+            "PYTHONPATH": str(Path(tilemesh.__file__).parents[1]), "GLOO_SOCKET_IFNAME": self.cable,
+            "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }  # fmt: skip
+        with (self.folder / self.name).open("ab") as log:
+            self.process = subprocess.Popen(self.command, env=environ, stdout=log, stderr=log)
+
+    def cut_power(self) -> None:
+        """Nothing says goodbye: the cable first, then every process."""
+        ip("-n", self.name, "link", "set", self.cable, "down")
+        self.kill()
+
+    def kill(self) -> None:
+        pids = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True).stdout.split()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        self.process.wait(20)
+
+    def come_back(self) -> None:
+        ip("-n", self.name, "link", "set", self.cable, "up")
+        self.start()
+
+
+def until(reached: Callable[[], object], host: Host, within_s: float = 120.0) -> None:
+    end = time.monotonic() + within_s
+    while not reached():
+        log = (host.folder / host.name).read_text(errors="replace")[-3000:]
+        assert host.process.poll() is None, log
+        assert time.monotonic() < end, log
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(20))
+def test_a_host_without_power_is_gone_on_without_and_is_taken_in_again(
+    hosts: list[str], tmp_path: Path, seed: int
+) -> None:
+    """Four ranks of two hosts; the second dies at a seeded step, and comes back when two ranks go on without it."""
+    draw = random.Random(seed)
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{number} hosts are {number * 2} ends of a cable\n" for number in range(500)))
+    sets = f"{ELASTIC},data.source={text}"
+
+    def lines() -> list[dict[str, Any]]:
+        return lines_of(tmp_path / "run")
+
+    def done() -> int:
+        return max((line["step"] for line in lines() if line["kind"] == "step"), default=0)
+
+    def changes() -> list[str]:
+        return [line["text"] for line in lines() if line["kind"] == "mesh"]
+
+    stays, goes = (
+        Host(name, cable, address, tmp_path, sets)
+        for name, cable, address in zip(hosts[:2], hosts[2:], ADDRESSES, strict=True)
+    )
+    try:
+        dies_at = draw.randrange(1, 60)
+        until(lambda: done() >= dies_at, stays)
+        time.sleep(0.1 * draw.random())
+        goes.cut_power()
+        until(changes, stays)
+        goes.come_back()
+        until(lambda: len(changes()) == 2, stays)
+        assert (stays.process.wait(240), goes.process.wait(60)) == (0, 0), (tmp_path / stays.name).read_text()[-3000:]
+    finally:
+        for host in (stays, goes):
+            host.kill()
+    fewer, back = changes()
+    assert fewer.startswith("fewer ranks: 4 ranks as dp 2 x tp 2")
+    assert back.startswith("ranks are back: 2 ranks")
+    assert "now 4 ranks as dp 2 x tp 2" in back
+    config = load(mesh="dp=2,tp=2", sets=[sets])
+    alone = new_run(TRAIN, config.to_toml(), tmp_path / "alone")
+    run_threads(4, lambda comm: train_here(config, alone, comm, emit=lambda event: None))
+    ours, theirs = (
+        {line["step"]: line["loss"] for line in latest(folder) if line["kind"] == "step"}
+        for folder in (tmp_path / "run", alone)
+    )
+    assert ours == pytest.approx(theirs, rel=1e-10)

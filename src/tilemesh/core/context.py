@@ -99,6 +99,13 @@ def torch_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]
     return result
 
 
+def rank_environment(member: Membership, size: int) -> dict[str, str]:
+    """torchrun's names for a rank of the first `size` ranks of its job, which are to be the whole of it."""
+    place = {"RANK": member.rank, "WORLD_SIZE": size, "LOCAL_RANK": member.local_rank}
+    place["LOCAL_WORLD_SIZE"] = min(member.local_size, size)
+    return torch_environment() | {name: str(value) for name, value in place.items()}
+
+
 def first_host(nodelist: str) -> str:
     """The first host of a SLURM node list: `gpu[03-07,12],login1` starts with gpu03."""
     match = re.match(r"([^\[,]+)(?:\[([^\]]+)\])?([^,]*)", nodelist)

@@ -88,7 +88,7 @@ def launch(
     interrupt_grace_s: float = 5.0,
     timeout_s: float | None = None,
     say: Callable[[str], None] | None = None,
-    again: Callable[[Failure], None] | None = None,
+    again: Callable[[Failure], int | None] | None = None,
 ) -> Outcome:
     """Run `command` as `ranks` ranks and wait for them.
 
@@ -97,7 +97,7 @@ def launch(
     `restarts`: how often a failed job is started anew. `grace_s`: how long the other ranks have to end
     by themselves after a failure before they are killed; `interrupt_grace_s` the same after Ctrl-C.
     `timeout_s`: a job that lasts longer has failed (no bound by default). `again` hears why the job is started anew,
-    when no rank of the failed attempt is left.
+    when no rank of the failed attempt is left, and may say with how many ranks.
     """
     start.check_command(command)
     environ = os.environ if environ is None else environ
@@ -128,7 +128,7 @@ def launch(
         if outcome.failure is None or outcome.interrupted or attempt == restarts:
             break
         if again is not None:
-            again(outcome.failure)
+            ranks = again(outcome.failure) or ranks
         say(f"{outcome.failure.sentence()}; starting again ({attempt + 1} of {restarts})")
     return outcome
 

@@ -173,6 +173,12 @@ def gpu_names() -> tuple[str, ...]:
     return ()
 
 
+def count_gpus() -> int:
+    """How many this process may use now: one may have failed since the first look."""
+    gpu_names.cache_clear()
+    return len(usable_gpus())
+
+
 @functools.cache
 def visible_gpus() -> tuple[str, ...]:
     """UUIDs of the GPUs that this process may use, or of parts of them (MIG), in CUDA's order; asked without torch."""

@@ -19,11 +19,12 @@ from tilemesh.runs.names import METRICS
 from tilemesh.runs.values import MOST, number, section
 
 STEP = "step"
-STARTED, RESUMED, RESTART, CHECKPOINT, WARNING, STOPPED, FAILED = (
-    "started", "resumed", "restart", "checkpoint", "warning", "stopped", "failed"
+STARTED, RESUMED, RESTART, CHECKPOINT, WARNING, STOPPED, FAILED, MESH = (
+    "started", "resumed", "restart", "checkpoint", "warning", "stopped", "failed", "mesh"
 )  # fmt: skip
 """Events: begun; resumed from a checkpoint; ranks died and are started again; a checkpoint was written or was not; a
-warning; the run stopped itself or was asked to; it failed, and nothing starts it again. The reason is `why` or `text`.
+warning; the run stopped itself or was asked to; it failed, and nothing starts it again; it goes on with fewer ranks or
+with more. The reason is `why` or `text`.
 A kind of run may add its own: readers that do not know one show its name and its `text` or `why`."""
 
 

@@ -60,6 +60,7 @@ PLACERS = ("ilp", "dp", "mcmc", "greedy", "learned", "random")
 """Those of `parallel.choose.CHOOSERS`, which is torch's neighbour and loaded late."""
 _RUN = Argument("run", "--out")
 _STOP_AFTER = Argument("stop_after")
+_MIN_RANKS = Argument("min_ranks")
 _CUT_BY_INPUTS = (".fc_o", ".fc_out")
 """Matrices of a layer of which a rank of tp has some inputs; of the others it has some outputs."""
 
@@ -396,6 +397,8 @@ class JobRequest:
     restarts: int = 0
     stop_after: int | None = None
     program: RankProgram = TRAINING
+    min_ranks: int | None = None
+    """With how few ranks it may go on; none: with all or not at all."""
 
     @property
     def steps_done(self) -> int:
@@ -421,7 +424,7 @@ def check_job(config: TrainConfig, request: JobRequest) -> None:
     if not request.name or Path(request.name).name != request.name:
         raise UsageError(f"name is {shown(request.name)}: expected a part of a folder's name, without /")
     check_init(request.init, config)
-    _check_start(config.ranks + request.program.beside, request.transport, request.restarts)
+    _check_start(config.ranks + request.program.beside, request)
     if stop_after is not None:
         _require_int(_STOP_AFTER, stop_after)
         if not request.steps_done < stop_after <= config.train.steps:
@@ -447,11 +450,13 @@ def _check_outside(config: TrainConfig, request: JobRequest) -> None:
                 )
 
 
-def _check_start(ranks: int, transport: str, restarts: int) -> None:
-    member = membership()
+def _check_start(ranks: int, request: JobRequest) -> None:
+    member, restarts = membership(), request.restarts
     _require_int(Argument("restarts"), restarts)
+    if request.min_ranks is not None:
+        _check_min_ranks(request, member is not None)
     if member is None:
-        choose_transport(transport)
+        choose_transport(request.transport)
         check_restarts(restarts)
     elif restarts:
         raise UsageError(
@@ -459,6 +464,14 @@ def _check_start(ranks: int, transport: str, restarts: int) -> None:
         )
     elif ranks != member.size:
         raise UsageError(f"a mesh of {ranks} ranks in a job of {member.size}: make plan.dp and plan.tp agree")
+
+
+def _check_min_ranks(request: JobRequest, is_member: bool) -> None:
+    _require_int(_MIN_RANKS, request.min_ranks)
+    if not is_member and not request.restarts:
+        raise UsageError(_MIN_RANKS, " without ", Argument("restarts"), ": nothing is started again; give both")
+    if is_member and request.run is None and request.resume is None:
+        raise UsageError(_MIN_RANKS, " without ", _RUN, ": each start would make a folder of its own; name one")
 
 
 def _require_int(name: str, value: Any) -> None:

@@ -11,16 +11,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilemesh.core.context import membership
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.launch.blame import Failure
 from tilemesh.launch.job import Outcome, launch
 from tilemesh.launch.output import Sink
 from tilemesh.measure.busy import OtherWork
-from tilemesh.measure.machine import usable_gpus
+from tilemesh.measure.machine import count_gpus, usable_gpus
 from tilemesh.measure.row import Row, write_rows
 from tilemesh.model.families.carried import copy_carried
 from tilemesh.runs import folder as folders
@@ -28,10 +31,11 @@ from tilemesh.runs.base import write_base
 from tilemesh.runs.files import write_text
 from tilemesh.runs.journal import Journal
 from tilemesh.runs.lock import RunLock
-from tilemesh.runs.metrics import FAILED, RESTART, STARTED, STOPPED, last_line, last_step
-from tilemesh.runs.names import CARRIED, PREDICTED, ROWS, SUMMARY
+from tilemesh.runs.metrics import FAILED, MESH, RESTART, STARTED, STOPPED, last_line, last_step
+from tilemesh.runs.names import CARRIED, CONFIG, PREDICTED, ROWS, SUMMARY
 from tilemesh.train.check import TRAINING, JobRequest, RankProgram, check_init, check_job, program_for
 from tilemesh.train.config import TrainConfig, of_run
+from tilemesh.train.elastic import Lost, change_words, check_min_ranks, fitted
 from tilemesh.train.events import Listener, ignore, sink_to
 from tilemesh.train.load import settled
 from tilemesh.train.result import RanksFailedError, Result, WeightsLostError
@@ -69,6 +73,7 @@ def fit(
     command: str | None = None,
     on_event: Listener | None = None,
     program: RankProgram = TRAINING,
+    min_ranks: int | None = None,
 ) -> Result:
     """Train and return what it came to.
 
@@ -80,6 +85,8 @@ def fit(
     Raises `WeightsLostError` where the run came to its end and its last weights could not be saved anywhere.
     `on_event` hears what happens (`train/events.py`); `fit` itself prints nothing. `Shown()` is one that prints.
     `program`: what ranks do, where that is not to train on text.
+    `min_ranks`: with how few ranks the run may go on where some are lost, laid out anew, until they are back. A run
+    that another launcher starts again then goes on in its folder `run`.
     """
     if config is None:
         if resume is None:
@@ -87,8 +94,12 @@ def fit(
         config = of_run(resume)
     config = settled(config.with_base(init) if isinstance(config, TrainConfig) else config)
     program = program_for(config, program)
-    job = (run, name, resume, init, transport, restarts, stop_after, program)
+    job = (run, name, resume, init, transport, restarts, stop_after, program, min_ranks)
     request = FitRequest(*job, command, on_event or ignore)
+    member = membership()
+    if min_ranks is not None:
+        check_min_ranks(config, min_ranks)
+        config = config if member is None else fitted(config, member.size, min_ranks, usable_gpus())
     check_job(config, request)
     if resume is not None and folders.newest_checkpoint(resume) is None:
         request = dataclasses.replace(request, init=folders.first_weights(resume))
@@ -96,10 +107,10 @@ def fit(
     ranks = config.ranks + program.beside
     if in_process is None:
         in_process = ranks == 1 and not restarts
-    elif in_process and ranks > 1 and membership() is None:
+    elif in_process and ranks > 1 and member is None:
         raise UsageError(f"in_process and a plan of {ranks} ranks: one process is one rank")
     with contextlib.ExitStack() as locks:
-        is_rank = membership() is not None or in_process
+        is_rank = member is not None or in_process
         result = _train_here(config, request, locks) if is_rank else _start_ranks(config, request, locks)
     if result.saved_step != result.step:
         raise WeightsLostError(result)
@@ -113,7 +124,7 @@ def _train_here(config: TrainConfig, request: FitRequest, locks: contextlib.Exit
 
     comm = connect(request.transport, timeout_s=config.train.timeout_s)
     comm.watch.process.tell_waits(print_line)
-    folder = _agreed_folder(config, request, locks, comm)
+    folder, is_resumed = _agreed_folder(config, request, locks, comm)
     others = OtherWork() if comm.size == 1 else None  # one rank of several does not know what is theirs
     program: Any = importlib.import_module(request.program.module)
     try:
@@ -121,7 +132,7 @@ def _train_here(config: TrainConfig, request: FitRequest, locks: contextlib.Exit
             config,
             folder,
             comm,
-            resume=request.resume is not None,
+            resume=is_resumed,
             init=request.init,
             stop_after=request.stop_after,
             emit=request.listener if comm.rank == 0 else ignore,
@@ -136,13 +147,30 @@ def _train_here(config: TrainConfig, request: FitRequest, locks: contextlib.Exit
     return dataclasses.replace(result, rows=_rows(folder, request.program)) if comm.rank == 0 else result
 
 
-def _agreed_folder(config: TrainConfig, request: FitRequest, locks: contextlib.ExitStack, comm: Communicator) -> Path:
-    """The folder that rank 0 has made, on every rank."""
-    if comm.size == 1:
-        return _prepared(config, request, locks)
+def _agreed_folder(
+    config: TrainConfig, request: FitRequest, locks: contextlib.ExitStack, comm: Communicator
+) -> tuple[Path, bool]:
+    """The folder that rank 0 has made, on every rank, and whether there is a run in it to go on with."""
     from tilemesh.parallel.agree import tell
 
-    return Path(tell(comm, str(_prepared(config, request, locks).resolve()) if comm.rank == 0 else ""))
+    told = "[]"
+    if comm.rank == 0:
+        request = _gone_on(config, request)
+        told = json.dumps([str(_prepared(config, request, locks).resolve()), request.resume is not None])
+    folder, is_resumed = json.loads(told if comm.size == 1 else tell(comm, told))
+    return Path(folder), is_resumed
+
+
+def _gone_on(config: TrainConfig, request: FitRequest) -> FitRequest:
+    """What is asked of a rank that somebody starts again with the same command: to go on where there is a run."""
+    run = request.run
+    if request.min_ranks is None or run is None or not (Path(run) / CONFIG).exists():
+        return request
+    request = dataclasses.replace(request, run=None, init=None, resume=run)
+    check_job(config, request)
+    if folders.newest_checkpoint(run) is None:
+        request = dataclasses.replace(request, init=folders.first_weights(run))
+    return request
 
 
 def _start_ranks(config: TrainConfig, request: FitRequest, locks: contextlib.ExitStack) -> Result:
@@ -181,8 +209,18 @@ def launch_ranks(
     if transport == "auto" and usable_gpus() and config.train.device != "cpu":
         transport = "torch"  # GPUs exchange over NCCL
 
+    lost = None if request.min_ranks is None else Lost(folder, config, request.min_ranks, count_gpus)
+
     def note(kind: str, why: str) -> None:
         Journal(folder, True, say).add(kind, last_step(folder), why=why)
+
+    def again(failure: Failure) -> int | None:
+        note(RESTART, failure.sentence())
+        if lost is None:
+            return None
+        after = lost.after(failure)
+        _change_layout(folder, after, request, say)
+        return after.ranks
 
     outcome = launch(
         command,
@@ -192,7 +230,7 @@ def launch_ranks(
         sink=sink,
         interrupt_grace_s=INTERRUPT_GRACE_S,
         say=say,
-        again=lambda failure: note(RESTART, failure.sentence()),
+        again=again,
     )
     # A run that stopped itself has said why.
     if outcome.failure is not None and not outcome.interrupted and last_line(folder).get("kind") != STOPPED:
@@ -227,7 +265,7 @@ def _begin(folder: Path, config: TrainConfig, request: FitRequest, locks: contex
     locks.enter_context(RunLock(folder, request.say))
     if request.resume is None:
         folders.new_run(request.program.kind, config.to_toml(), folder, init=request.init)
-    elif of_run(folder) != config:
+    elif (before := of_run(folder)) != config:
         folders.change_config(folder, config.to_toml())
     for name, text in request.program.files.items():
         write_text(folder / name, text)
@@ -240,8 +278,26 @@ def _begin(folder: Path, config: TrainConfig, request: FitRequest, locks: contex
     folders.write_environment(folder, request.command)
     if request.resume is None:
         Journal(folder).add(STARTED, 0)
+    elif request.min_ranks is not None and before.plan != config.plan:
+        _say_layout(folder, before.plan, config.plan, request.say)
     request.listener({"kind": "run", "folder": str(folder)})
     return folder
+
+
+def _change_layout(folder: Path, config: TrainConfig, request: JobRequest, say: Callable[[str], None]) -> None:
+    """Let the next attempt find another mesh in the run's folder, and say so."""
+    before = of_run(folder)
+    if before.plan == config.plan:
+        return
+    folders.change_config(folder, config.to_toml())
+    folders.write_prediction(folder, request.program.predict(config, usable_gpus()))
+    _say_layout(folder, before.plan, config.plan, say)
+
+
+def _say_layout(folder: Path, before: ParallelPlan, after: ParallelPlan, say: Callable[[str], None]) -> None:
+    words = change_words(before, after, folders.read_small(folder, PREDICTED).get("step_time_s"))
+    Journal(folder, True, say).add(MESH, last_step(folder), text=words)
+    say(words)
 
 
 def _note(folder: Path, others: OtherWork) -> None:

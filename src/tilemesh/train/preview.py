@@ -191,10 +191,11 @@ def preview(
     restarts: int = 0,
     stop_after: int | None = None,
     program: RankProgram = TRAINING,
+    min_ranks: int | None = None,
 ) -> Preview:
     """What `fit` with the same arguments would do, or its refusal. Starts nothing and writes nothing."""
     config = settled(config)
-    request = JobRequest(run, name, resume, init, transport, restarts, stop_after, program)
+    request = JobRequest(run, name, resume, init, transport, restarts, stop_after, program, min_ranks)
     check_job(config, request)
     gpus = usable_gpus() if config.train.device != "cpu" else ()
     if resume is not None:

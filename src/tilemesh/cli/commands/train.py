@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +52,9 @@ class TrainOptions:
     recipe: str | None = option(None, "Train for compression: round or prune in every pass.", "NAME|FILE")
     run: OutFolder | None = option(None, "Where to write; by default under runs/.", "FOLDER", flag="--out --run")
     restarts: int = option(0, "How often a failed job goes on by itself.", "N")
+    min_ranks: int | None = option(
+        None, "Where ranks are lost, go on with at least so many, laid out anew, until they are back.", "N"
+    )
     transport: str = option("auto", "mpi, torch or auto.")
     max_time: str | None = option(None, "Stop after 90s, 30m, 2h or 1h30m, with a checkpoint.", "TIME")
     stop_after: int | None = option(None, "Stop there, with a checkpoint.", "STEP")
@@ -68,7 +73,7 @@ class TrainOptions:
     @property
     def job(self) -> dict[str, Any]:
         """What `fit` and `preview` are told beside the configuration."""
-        names = ("run", "resume", "init", "transport", "restarts", "stop_after")
+        names = ("run", "resume", "init", "transport", "restarts", "stop_after", "min_ranks")
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -164,7 +169,7 @@ def configuration(options: TrainOptions, member: Membership | None) -> TrainConf
     if member is not None:
         if ranks is not None and ranks != member.size:
             raise UsageError(f"--ranks {ranks} inside a job of {member.size} ranks: leave --ranks out here")
-        is_open = options.mesh is None and options.plan is None and options.resume is None
+        is_open = {options.mesh, options.plan, options.resume, options.min_ranks} == {None}
         ranks = member.size if is_open else None
     limit: tuple[str, ...] = ()
     if options.max_time is not None:
@@ -200,10 +205,33 @@ def _become_rank(options: TrainOptions, config: TrainConfig, member: Membership)
     from tilemesh.measure.machine import stamp
     from tilemesh.train.check import JobRequest, check_job
 
-    check_job(config, JobRequest(**options.job))
+    if options.min_ranks is not None:
+        _take_place(config, options, options.min_ranks, member)
+    else:
+        check_job(config, JobRequest(**options.job))
     typed = f"{member.starter}, {member.size} ranks: {stamp()['command']}"
     text = json.dumps(dataclasses.asdict(dataclasses.replace(options, typed=typed)))
     run_command(["-m", "tilemesh.cli.train_rank", text], member)
+
+
+def _take_place(config: TrainConfig, options: TrainOptions, fewest: int, member: Membership) -> None:
+    """Be one of those ranks that the layout for so many has a place for, or wait beside them and end."""
+    from tilemesh.core.context import rank_environment
+    from tilemesh.measure.machine import usable_gpus
+    from tilemesh.train.check import JobRequest, check_job
+    from tilemesh.train.elastic import check_min_ranks, fitted, wait_beside
+
+    check_min_ranks(config, fewest)
+    laid = fitted(config, member.size, fewest, usable_gpus())
+    if laid.ranks < member.size and member.starter == "mpiexec":
+        raise UsageError(
+            f"{member.size} ranks, and the best layout takes {laid.ranks} of them: start mpiexec with -n {laid.ranks}"
+        )
+    if member.rank >= laid.ranks:
+        wait_beside(Path(options.run or options.resume or ""))
+        sys.exit(0)
+    os.environ.update(rank_environment(member, laid.ranks))
+    check_job(laid, JobRequest(**options.job))
 
 
 def run_rank(text: str) -> int:
