@@ -76,8 +76,8 @@ STRICTER = {
 }
 # The most lines that a room may have: raised only in the commit that adds a named capability. `make size` prints them.
 MOST_LINES = {
-    "core": 8_675,
-    "measure": 3_040,
+    "core": 8_695,
+    "measure": 3_052,
     "launch": 2_140,
     "runs": 2_173,
     "data": 2_645,
@@ -85,16 +85,16 @@ MOST_LINES = {
     "comm": 11_343,
     "graph": 9_207,
     "model": 10_157,
-    "plan": 8_477,
+    "plan": 8_531,
     "parallel": 9_730,
     "methods": 1_978,
     "compress": 1_820,
-    "train": 8_843,
+    "train": 8_870,
     "serve": 9_740,
     "align": 3_608,
-    "report": 6_250,
+    "report": 6_260,
     "bench": 9_244,
-    "cli": 6_084,
+    "cli": 6_107,
     "guide": 17_297,
 }
 SOURCE_SUFFIXES = (".py", ".c", ".h", ".cu", ".cuh", ".js", ".css")

@@ -237,10 +237,10 @@ def test_mfu_by_six_flops_per_parameter_stands_beside(run: Path, monkeypatch: py
 def test_of_a_gpu_the_memory_that_torch_allocates_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run reads what torch allocated: what the context and the libraries reserve is not in it."""
 
-    def no_calibration(name: str, machine: AnyMachine) -> MeasuredCluster:
+    def no_calibration(name: str, machine: AnyMachine) -> list[MeasuredCluster]:
         raise UsageError(f"{name} was not calibrated")
 
-    monkeypatch.setattr(predict, "local_machine", no_calibration)
+    monkeypatch.setattr(predict, "local_readings", no_calibration)
     told = predict.predict_run(load("gpt2-124m", gpus=1), ["NVIDIA H200"])
     assert told["memory"]["reserved_bytes"] > 0
     assert told["memory_bytes"] == told["memory"]["total_bytes"] - told["memory"]["reserved_bytes"]

@@ -35,6 +35,10 @@ _BY_KEY = (
     "times_as_long",
 )  # rates that are a number for each key
 
+EARLIER = "earlier"
+"""The section with what was read of the same machine before."""
+MOST_READINGS = 5
+
 _AGAIN = "remove it and calibrate this machine again"
 
 
@@ -123,6 +127,22 @@ class Calibration:
     def with_section(self, name: str, value: Any) -> Calibration:
         """A copy in which one section of `extra` is new or replaced."""
         return replace(self, extra={**self.extra, name: value})
+
+    @property
+    def readings(self) -> tuple[Calibration, ...]:
+        """This one and earlier ones of the same machine with the same torch, the newest first: how they differ says how
+        far the next one may be from them."""
+        kept = self.extra.get(EARLIER, ())
+        extra = {name: value for name, value in self.extra.items() if name != EARLIER}
+        # What others measured once, such as fitted collectives, holds for readings that were made without it.
+        earlier = [Calibration.from_dict({**extra, **each}) for each in kept] if isinstance(kept, list) else []
+        torch = self.versions.get("torch")
+        return (self, *(each for each in earlier if each.versions.get("torch") == torch))
+
+    def stored_over(self, before: Calibration) -> Calibration:
+        """A copy that keeps the newest readings of the calibration in whose place it is stored."""
+        plain = [{key: value for key, value in each.to_dict().items() if key != EARLIER} for each in before.readings]
+        return self.with_section(EARLIER, plain[: MOST_READINGS - 1])
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values only; unmeasured figures are left out."""

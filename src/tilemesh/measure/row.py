@@ -28,15 +28,16 @@ DIRECTIONS = {"s": False, "B": False, "nats": False, "fraction": True, "count": 
 
 _KEYS = (
     "name", "case", "unit", "predicted", "measured", "limit", "peers", "speedup", "missing",
-    "machine", "versions", "commit", "command", "guess",
+    "machine", "versions", "commit", "command", "guess", "predicted_range",
 )  # fmt: skip
-_OPTIONAL = ("speedup", "guess")
+_OPTIONAL = ("speedup", "guess", "predicted_range")
 _TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("name", "unit", "machine", "command"), (str,)),
     **dict.fromkeys(("case", "versions", "missing", "peers"), (dict,)),
     **dict.fromkeys(("predicted", "limit"), (int, float, type(None))),
     "commit": (str, type(None)),
     "guess": (int, float, type(None)),
+    "predicted_range": (list, type(None)),
 }
 
 
@@ -67,6 +68,8 @@ class Row:
     command: str
     guess: float | None = None
     """What a reader of the guide predicted; no other row has one."""
+    predicted_range: tuple[float, float] | None = None
+    """Where eight of ten measurements are expected (`plan/ranges.py`)."""
 
     def __post_init__(self) -> None:
         for mapping in ("case", "peers", "missing", "versions"):  # the caller may go on changing its own
@@ -125,6 +128,8 @@ class Row:
         }
         if self.guess is not None:
             body["guess"] = self.guess
+        if self.predicted_range is not None:
+            body["predicted_range"] = list(self.predicted_range)
         return json.dumps(body, ensure_ascii=False, allow_nan=False)
 
     @classmethod
@@ -147,12 +152,14 @@ class Row:
         if absent:
             raise UsageError(f"not a row: {', '.join(absent)} not in {line[:80]!r}")
         body.pop("speedup", None)
-        body.setdefault("guess", None)
+        body |= {"guess": body.get("guess"), "predicted_range": body.get("predicted_range")}
         for key, kinds in _TYPES.items():
             if not isinstance(body[key], kinds) or isinstance(body[key], bool):
                 raise UsageError(f"not a row: {key} is {str(body[key])[:80]!r}, expected {_kinds(kinds)}")
         body["measured"] = None if body["measured"] is None else _sample(body["measured"])
         body["peers"] = {name: _sample(peer) for name, peer in body["peers"].items()}
+        if body["predicted_range"] is not None:
+            body["predicted_range"] = _range(body["predicted_range"])
         return cls(**body)
 
 
@@ -192,6 +199,13 @@ def _check_columns(row: Row) -> None:
         if value is not None and not (0 <= value < float("inf") and (value > 0 or column != "limit")):
             raise UsageError(f"row '{row.name}': {column} is {value}, expected a positive number of {row.unit}")
 
+    if row.predicted_range is not None:
+        low, high = row.predicted_range
+        if row.predicted is None or not 0 <= low <= row.predicted <= high < float("inf"):
+            raise UsageError(
+                f"row '{row.name}': predicted_range is {low} to {high}, around a prediction of {row.predicted}"
+            )
+
 
 def _check_peers(row: Row) -> None:
     for name in row.peers:
@@ -208,8 +222,16 @@ def _check_peers(row: Row) -> None:
 
 
 def _kinds(kinds: tuple[type, ...]) -> str:
-    words = {str: "text", dict: "an object", float: "a number", type(None): "null"}
+    words = {str: "text", dict: "an object", float: "a number", list: "a list", type(None): "null"}
     return " or ".join(words[kind] for kind in kinds if kind in words)
+
+
+def _range(body: list[Any]) -> tuple[float, float]:
+    try:
+        low, high = map(float, body)
+    except (TypeError, ValueError):
+        raise UsageError(f"not a row: predicted_range is {body!r}, expected two numbers") from None
+    return low, high
 
 
 def _sample_object(sample: Sample) -> dict[str, float | int]:

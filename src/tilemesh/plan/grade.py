@@ -58,6 +58,16 @@ class Grade:
     spread: tuple[float, float, int] | None = None
     """p20, p80 and how many readings."""
     note: str = ""
+    between: tuple[float, float] | None = None
+    """Where eight of ten measurements were expected (`plan/ranges.py`), if the run was told."""
+
+    @property
+    def is_inside(self) -> bool | None:
+        return (
+            None
+            if self.between is None or self.measured is None
+            else self.between[0] <= self.measured <= self.between[1]
+        )
 
     @property
     def error(self) -> float | None:
@@ -149,6 +159,10 @@ def grade(run: RunSummary, cluster: Cluster, rates: Rates | None = None) -> Grad
         _memory(run, cluster, now),
         *_exchanges(run, now),
     ]
+    ranges = section(told, "ranges") if before and isinstance(told, Mapping) else {}
+    for name, key in (("step time", "step_time_s"), ("peak memory", "memory_bytes")):
+        if len(ends := numbers(ranges, key)) == 2:
+            grades = [dataclasses.replace(g, between=(ends[0], ends[1])) if g.name == name else g for g in grades]
     grades = [g if g.measured is not None else _unrecorded(g) for g in grades]
     # Worst against its own bound first; what was not recorded last.
     grades.sort(key=lambda g: (g.error is None, -_excess(g), g.name))

@@ -75,7 +75,12 @@ def is_local(text: str) -> bool:
 
 
 def local_machine(text: str, machine: AnyMachine) -> MeasuredCluster:
-    """This machine from its stored calibration.
+    """This machine from its stored calibration: `local_readings`, the newest."""
+    return local_readings(text, machine)[0]
+
+
+def local_readings(text: str, machine: AnyMachine) -> list[MeasuredCluster]:
+    """This machine as each reading that its stored calibration keeps says it is, the newest first.
 
     "local": one rank per GPU, or per core; "4xlocal": so many; "4xlocal-cpu": cores, also where there is a GPU.
     """
@@ -88,8 +93,8 @@ def local_machine(text: str, machine: AnyMachine) -> MeasuredCluster:
     on_gpu = bool(machine.gpus) and match[2] is None
     ranks = int(match[1]) if match[1] else (len(machine.gpus) if on_gpu else machine.cores)
     if on_gpu:
-        return local_gpu(known, ranks, machine.gpus)
-    return local_cpu(known, ranks, machine.cores, machine.memory_bytes)
+        return [local_gpu(each, ranks, machine.gpus) for each in known.readings if each.gpu is not None]
+    return [local_cpu(each, ranks, machine.cores, machine.memory_bytes) for each in known.readings]
 
 
 def local_cpu(calibration: Calibration, ranks: int, cores: int, memory_bytes: int) -> MeasuredCluster:

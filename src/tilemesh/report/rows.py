@@ -34,7 +34,10 @@ def row_table(rows: Sequence[Row], lead: Sequence[str] = ()) -> Html:
     body: list[list[Child]] = []
     for row in rows:
         cells: list[Child] = [row.name, *(str(row.case.get(key, "")) for key in lead)]
-        cells += [mark(row.missing["predicted"]) if row.predicted is None else _value(row, row.predicted), error(row)]
+        cells += [
+            mark(row.missing["predicted"]) if row.predicted is None else _predicted(row, row.predicted),
+            error(row),
+        ]
         if row.measured is None:
             cells += [mark(row.missing["measured"]), ""]
         else:
@@ -50,6 +53,13 @@ def row_table(rows: Sequence[Row], lead: Sequence[str] = ()) -> Html:
         body.append(cells)
     notes = [el("p", coded(f"[{index}] {reason}"), class_="quiet") for index, reason in enumerate(reasons, start=1)]
     return join(grid(PageTable(head, body)), *notes)
+
+
+def _predicted(row: Row, value: float) -> str:
+    if row.predicted_range is None:
+        return _value(row, value)
+    low, high = (_value(row, end) for end in row.predicted_range)
+    return f"{_value(row, value)} ({low} to {high})"
 
 
 def _value(row: Row, value: float) -> str:

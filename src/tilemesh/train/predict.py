@@ -23,8 +23,9 @@ from tilemesh.model.work.operations import model_flops
 from tilemesh.model.work.routing import imbalance
 from tilemesh.model.work.task import Code, Task
 from tilemesh.model.work.weights import count_parameters
-from tilemesh.plan.local import local_machine
+from tilemesh.plan.local import local_readings
 from tilemesh.plan.prediction import Prediction, prediction_figures
+from tilemesh.plan.ranges import MODEL_ERRORS, predicted_range
 from tilemesh.plan.step import Estimator
 from tilemesh.train.config import TrainConfig
 from tilemesh.train.conflicts import may_replay
@@ -43,17 +44,18 @@ def predict_run(config: TrainConfig, gpus: Sequence[str]) -> dict[str, Any]:
     device = device_for(gpus[0]) if on_gpu else None
     try:
         try:
-            here = local_machine(f"{config.plan.world}xlocal" + ("" if on_gpu else "-cpu"), this_machine())
-            cluster: Cluster = here.cluster
-            rates: Rates | None = here.rates
+            readings = local_readings(f"{config.plan.world}xlocal" + ("" if on_gpu else "-cpu"), this_machine())
+            known: list[tuple[Cluster, Rates | None]] = [(each.cluster, each.rates) for each in readings]
         except UsageError:  # a GPU that was not calibrated, or ranks on several machines: by its datasheet
             if device is None:
                 raise
-            cluster, rates = parse_cluster(f"{config.plan.world}x{device.name}"), None
-        prediction = estimator(config, cluster, rates).predict(settled(config.plan, config.model.layers))
+            known = [(parse_cluster(f"{config.plan.world}x{device.name}"), None)]
+        plan = settled(config.plan, config.model.layers)
+        prediction, *others = (estimator(config, *each).predict(plan) for each in known)
     except UsageError as error:
         return {"missing": f"the planner: {error}", **stamp()}
-    return {
+    cluster = known[0][0]
+    figures = {
         **stamp(),
         **prediction_figures(prediction),
         "step_time_s": prediction.step_time_s,
@@ -65,6 +67,14 @@ def predict_run(config: TrainConfig, gpus: Sequence[str]) -> dict[str, Any]:
         "limit_s": _limit_s(config, on_gpu),
         **_doubt(),
     }
+    slower = [1.0, *(other.step_time_s / prediction.step_time_s for other in others)]
+    values = {
+        "step_time_s": [figures["step_time_s"] * ratio for ratio in slower],
+        "memory_bytes": [figures["memory_bytes"]],
+    }
+    errors = MODEL_ERRORS[cluster.device.kind]
+    ranges = {name: predicted_range(each, errors[name]) for name, each in values.items()}
+    return {**figures, "ranges": {name: list(both) for name, both in ranges.items()}, "readings": len(known)}
 
 
 def estimator(config: TrainConfig, cluster: Cluster, rates: Rates | None) -> Estimator:

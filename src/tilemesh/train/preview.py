@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,7 @@ class Preview:
             rows.append(
                 Row(
                     name=name, case=case, unit=unit, predicted=value, measured=None, limit=None, missing=missing,
-                    **stamp(),
+                    predicted_range=_ends(self.predicted, key), **stamp(),
                 )
             )  # fmt: skip
         return rows
@@ -145,7 +146,7 @@ class Preview:
             ("memory", f"{format_bytes(memory['total_bytes'])} per rank of {format_bytes(usable)}{fits} ({parts})"),
             (
                 "time",
-                f"{format_seconds(self.predicted['step_time_s'])} per step, "
+                f"{format_seconds(self.predicted['step_time_s'])} per step{_between(self.predicted, 'step_time_s')}, "
                 f"{self.predicted['tokens_per_s']:,.0f} tokens/s, {format_seconds(seconds)} for all steps; start, "
                 "evaluation and checkpoints come on top",
             ),
@@ -161,6 +162,17 @@ class Preview:
             f"{format_bytes(self.checkpoint_bytes)} each, at most {format_bytes(self.disk_bytes)} at a time; "
             f"{format_bytes(self.free_bytes)} free{few})"
         )
+
+
+def _ends(predicted: Mapping[str, Any], name: str) -> tuple[float, float] | None:
+    low, high = predicted.get("ranges", {}).get(name) or (None, None)
+    return None if low is None or high is None else (low, high)
+
+
+def _between(predicted: Mapping[str, Any], name: str) -> str:
+    """Where eight of ten measurements are expected."""
+    ends = _ends(predicted, name)
+    return "" if ends is None else f" ({format_seconds(ends[0])} to {format_seconds(ends[1])})"
 
 
 def stored_share(config: TrainConfig) -> float:

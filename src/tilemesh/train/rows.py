@@ -53,6 +53,7 @@ def rows(summary: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
         measured: Sample | None,
         limit: float | None = None,
         missing: Mapping[str, str] | None = None,
+        between: Sequence[float] | None = None,
     ) -> Row:
         reasons = {"peers": _NO_PEER, **(missing or {})}
         if guess is None:
@@ -62,14 +63,25 @@ def rows(summary: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
         if limit is None:
             reasons.setdefault("limit", why_no_peak)
         return Row(
-            name=name, case=case, unit=unit, predicted=guess, measured=measured, limit=limit, missing=reasons, **stamp()
-        )
+            name=name, case=case, unit=unit, predicted=guess, measured=measured, limit=limit, missing=reasons,
+            predicted_range=None if between is None or guess is None else (between[0], between[1]), **stamp(),
+        )  # fmt: skip
 
+    ranges = predicted.get("ranges", {})
+    between_s = ranges.get("step_time_s")
     guess_s = predicted.get("step_time_s")
     guess_rate, rate = guess_s and tokens / guess_s, step and step.rate(tokens)
     run_rows = [
-        row("step time", "s", guess_s, step, limit_s),
-        row("throughput", "tokens/s", guess_rate, rate, limit_s and tokens / limit_s),
+        row("step time", "s", guess_s, step, limit_s, None, between_s),
+        row(
+            "throughput",
+            "tokens/s",
+            guess_rate,
+            rate,
+            limit_s and tokens / limit_s,
+            None,
+            between_s and [tokens / between_s[1], tokens / between_s[0]],
+        ),
     ]
     # Of the same peak as what was measured: the planner's own fraction is of the peak of the cores that it counts,
     # which on a CPU with fewer ranks than cores is another one.
@@ -87,7 +99,8 @@ def rows(summary: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
             guess, missing = None, {**missing, "predicted": TAKING_TURNS}
         run_rows.append(row("exchange share", "fraction", guess, step and share, None, missing))
     guess, missing = predicted.get("memory_bytes"), {"limit": _least(summary)}
-    run_rows.append(row("peak memory per rank", "B", guess, _grown(summary), None, missing))
+    between = ranges.get("memory_bytes")
+    run_rows.append(row("peak memory per rank", "B", guess, _grown(summary), None, missing, between))
     joules, guess = summary.get("joules_per_step"), _expected_joules(summary, predicted)
     missing = {"limit": "no least energy of a step is known"}
     if guess is None and guess_s is not None:

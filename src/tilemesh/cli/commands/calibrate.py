@@ -81,12 +81,17 @@ def calibrate(options: CalibrateOptions) -> Output | None:
     if result.warnings and not busy.is_busy:
         console.print("was other work running? Then calibrate again when this machine is idle", style="yellow")
     if options.save:
-        _save(result.calibration if host else result.calibration.with_section(SECTION, busy.to_dict()), console, warn)
+        _save(
+            result.calibration if host else result.calibration.with_section(SECTION, busy.to_dict()),
+            host,
+            console,
+            warn,
+        )
     return Output(json=result.rows)
 
 
-def _save(calibration: Calibration, console: Console, warn: Callable[[str], None]) -> None:
-    """Store it, unless what is stored was measured on a quieter machine."""
+def _save(calibration: Calibration, is_part: bool, console: Console, warn: Callable[[str], None]) -> None:
+    """Store it, unless what is stored was measured on a quieter machine; earlier readings of all figures are kept."""
     try:
         before = find(calibration.identity)
     except RunError:  # damaged: replaced
@@ -96,7 +101,13 @@ def _save(calibration: Calibration, console: Console, warn: Callable[[str], None
     if before is not None and new is not None and not replaces(new, stored):
         warn(f"not stored: the calibration of {before.when} was measured on a quieter machine, and stays")
         return
-    console.print(f"calibration: {calibration.save()}", soft_wrap=True)
+    if before is not None and not is_part:
+        calibration = calibration.stored_over(before)
+    count = len(calibration.readings)
+    kept = (
+        f", reading {count} of this machine" if count > 1 else "; once more gives predictions a range of this machine"
+    )
+    console.print(f"calibration: {calibration.save()}{kept}", soft_wrap=True)
 
 
 def _stored_for_host(has_gpu: bool) -> Calibration:

@@ -82,6 +82,12 @@ def grades(graded: Sequence[Graded]) -> Output:
         value = rank_correlation([predicted for predicted, _ in times], [measured for _, measured in times])
         objects.append({"name": "grade order", "runs": [run.source for run in graded], "rank_correlation": value})
         words = f"{value:+.2f}" if value is not None else "not defined: it takes three runs whose step times differ"
+        ranged = [figure for run in graded for figure in run.grades if figure.is_inside is not None]
+        for name in dict.fromkeys(figure.name for figure in ranged):
+            inside = [figure.is_inside for figure in ranged if figure.name == name]
+            text.append(
+                f"{name}: {sum(map(bool, inside))} of {len(inside)} measurements lie inside the predicted range"
+            )
         text.append(f"rank correlation of predicted and measured step time over {len(times)} runs: {words}")
     return Output(text, [figures | origin() for figures in objects])
 
@@ -116,8 +122,14 @@ def _line(figure: Grade) -> dict[str, str]:
         **values,
         "error": "-" if figure.error is None else "exact" if figure.error == 0 else f"{figure.error:+.1%}",
         "bound": "-" if figure.bound is None else f"{figure.bound:.0%}" if figure.bound else "exact",
-        " ": figure.note if figure.measured is None else "off" * (figure.holds is False),
+        " ": figure.note if figure.measured is None else ", ".join(_marks(figure)),
     }
+
+
+def _marks(figure: Grade) -> list[str]:
+    outside = figure.between is not None and figure.is_inside is False
+    ends = [_value(figure, end) for end in figure.between or ()]
+    return ["off"] * (figure.holds is False) + [f"outside {' to '.join(ends)}"] * outside
 
 
 def _value(figure: Grade, value: float | None) -> str:
@@ -132,7 +144,7 @@ def _value(figure: Grade, value: float | None) -> str:
 
 
 def _plain(run: Graded) -> dict[str, Any]:
-    judged = ("error", "bound", "holds")
+    judged = ("error", "bound", "holds", "is_inside")
     figures = [asdict(figure) | {name: getattr(figure, name) for name in judged} for figure in run.grades]
     case = {"run": run.source, "plan": run.plan.to_dict(), "cluster": run.cluster, "predicted_before": run.before}
     case |= {"software": run.software} if run.software else {}
