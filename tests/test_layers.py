@@ -86,7 +86,7 @@ MOST_LINES = {
     "graph": 9_207,
     "model": 10_157,
     "plan": 8_531,
-    "parallel": 9_730,
+    "parallel": 9_941,
     "methods": 1_978,
     "compress": 1_820,
     "train": 8_870,

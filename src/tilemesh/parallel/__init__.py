@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tilemesh.parallel.mesh import Axis, Mesh
     from tilemesh.parallel.placed import PlacedModule, place
     from tilemesh.parallel.shard import ColumnSplit, Region, RowSplit, VocabularySplit, split_data
+    from tilemesh.parallel.staged import StagedModule, stage
 
 _WHERE = {
     "Axis": "mesh",
@@ -23,10 +24,12 @@ _WHERE = {
     "Region": "shard",
     "RowSplit": "shard",
     "Shard": "tilemesh.core.shard",
+    "StagedModule": "staged",
     "VocabularySplit": "shard",
     "lay": "apply",
     "place": "placed",
     "split_data": "shard",
+    "stage": "staged",
 }
 
 __getattr__ = names_on_use(__name__, _WHERE)
@@ -39,8 +42,10 @@ __all__ = [
     "Region",
     "RowSplit",
     "Shard",
+    "StagedModule",
     "VocabularySplit",
     "lay",
     "place",
     "split_data",
+    "stage",
 ]

@@ -268,6 +268,21 @@ class PlacedModule(nn.Module):
     def _own(self) -> dict[str, Tensor]:
         return {**dict(self.named_parameters()), **dict(self.named_buffers())}
 
+    def whole_gradient(self, value: Tensor, name: str) -> Tensor:
+        """The gradient of an input that was given whole, of which a rank that has a part of it knows that part's (a
+        collective call)."""
+        assert value.grad is not None
+        gradient = value.grad
+        for axis, mark in next(iter(self.programs.values())).joint.placement(name):
+            if mark.kind == "S":
+                gradient = self.mesh.axis(axis).comm.all_reduce(gradient.contiguous())
+        return gradient
+
+    @property
+    def results(self) -> int:
+        """Tensors that the module returns."""
+        return next(iter(self.programs.values())).trace.results
+
     # Whole tensors --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()

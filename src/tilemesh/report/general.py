@@ -16,7 +16,7 @@ from tilemesh.report.verdict import state_verdict
 from tilemesh.runs.values import number
 
 MOST_CHARTS = 12
-_MOST_LETTERS = 200
+_MOST_LETTERS = 80
 
 
 def _facts(run: Run, beside: Beside) -> list[Fact]:

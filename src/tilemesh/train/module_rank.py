@@ -159,8 +159,9 @@ class ModuleLessons(Lessons):
         parameters = dict(self.placed.named_parameters())
         lies = {name: cut_words(self.placed.shards[name]) for name in parameters}
         return {
-            "module": {**to_dict(self.module), "class": type(self.program.module).__name__, "placements": lies},
-            "model": None,
+            "module": {**to_dict(self.module), "placements": lies},
+            "model": type(self.program.module).__name__,
+            "plan": {"dp": self.config.plan.dp, "tp": self.config.plan.tp},
             "parameters": sum(math.prod(self.placed.shards[name].whole) for name in parameters),
         }
 
@@ -192,8 +193,7 @@ class ModuleBatches(Source):
         return None
 
     def tokens(self, number: int) -> int:
-        first = self.lessons.first.tensors[0]
-        return first.shape[0] if first.dim() else 1
+        return next(iter(self.lessons.first.tensors[0].shape), 1)
 
     def fingerprint(self) -> str:
         return self.lessons.fingerprint()

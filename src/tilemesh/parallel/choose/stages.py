@@ -3,7 +3,8 @@
 A step of m microbatches through stages that take t1, t2, … takes t1 + t2 + … + (m - 1) × the largest. For every
 largest time that there can be, the least sum of stages below it is found, from the last layer and rank to the first.
 Ranks need not be alike: a stage may have any stretch of them, two of eight or all of one kind of GPU. The result's
-`layers` are a plan's `chunk_layers`, which every pipeline schedule runs where all stages have as many ranks.
+`layers` are a plan's `chunk_layers`, which every pipeline schedule runs where all stages have as many ranks; stages of
+placed modules run on as many ranks each as it says (`parallel/staged.py`).
 """
 
 from __future__ import annotations

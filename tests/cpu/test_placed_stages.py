@@ -1,0 +1,134 @@
+"""Stages of a pipeline on ranks that need not be as many: what the cut into stages chose runs, equal to one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tilemesh.comm.connection import run_threads
+from tilemesh.comm.runtime.communicator import Communicator
+from tilemesh.core.errors import UsageError
+from tilemesh.parallel.choose.stages import cut_stages
+from tilemesh.parallel.staged import stage
+
+D = torch.float64
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(8, dtype=D), nn.Linear(8, 16, dtype=D)
+        self.down = nn.Linear(16, 8, dtype=D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        added: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return added
+
+
+class Ending(nn.Module):
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.body(x), y)
+
+
+def cut(blocks: Sequence[nn.Module], counts: Sequence[int]) -> list[nn.Module]:
+    modules: list[nn.Module] = []
+    for at, count in enumerate(counts):
+        body = nn.Sequential(*blocks[sum(counts[:at]) : sum(counts[:at]) + count])
+        modules.append(Ending(body) if at == len(counts) - 1 else body)
+    return modules
+
+
+def steps(modules: Sequence[nn.Module], microbatches: Sequence[Any]) -> tuple[list[float], dict[str, Tensor]]:
+    """Two of one process."""
+    modules = copy.deepcopy(list(modules))
+    optimizer = torch.optim.AdamW([p for module in modules for p in module.parameters()], 0.01)
+    losses = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        total = torch.zeros((), dtype=D)
+        for [x], more in microbatches:
+            for module in modules[:-1]:
+                x = module(x)
+            total = total + modules[-1](x, *more) / len(microbatches)
+        total.backward()
+        optimizer.step()
+        losses.append(total.item())
+    states = [(at, module.state_dict()) for at, module in enumerate(modules)]
+    return losses, {f"{at}.{name}": value for at, state in states for name, value in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("meshes", "counts", "schedule"),
+    [
+        ([{"tp": 1}, {"tp": 2}], [1, 3], "1f1b"),
+        ([{"dp": 2}, {"tp": 1}], [2, 2], "gpipe"),
+        ([{"dp": 2, "tp": 2}, {"tp": 1}], [3, 1], "1f1b"),
+        ([{"tp": 2}, {"dp": 1}], [1, 1, 1, 1], "interleaved"),
+    ],
+)
+def test_stages_on_unequal_ranks_train_as_one_process(
+    meshes: Sequence[Mapping[str, int]], counts: Sequence[int], schedule: str
+) -> None:
+    torch.manual_seed(0)
+    modules = cut([Block() for _ in range(sum(counts))], counts)
+    microbatches = [([torch.randn(4, 8, dtype=D)], [torch.randn(4, 8, dtype=D)]) for _ in range(4)]
+    losses, want = steps(modules, microbatches)
+    pins: list[dict[str, str]] = []
+    for number in range(len(modules)):
+        axes = meshes[number % len(meshes)]
+        rows = {"input0": "dp:S0"} if axes.get("dp", 1) > 1 else {}
+        pins.append(rows | ({"*.up.weight": "tp:S0"} if axes.get("tp", 1) > 1 else {}))
+
+    def rank(comm: Communicator) -> tuple[list[float], dict[str, Tensor] | None]:
+        staged = stage(modules, comm, meshes, microbatches, pins=pins, schedule=schedule)
+        optimizer = torch.optim.AdamW(staged.parameters(), 0.01)
+        done = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            done.append(staged.step(microbatches).item())
+            optimizer.step()
+        return done, staged.gather()
+
+    results = run_threads(sum(axes.get("dp", 1) * axes.get("tp", 1) for axes in meshes), rank)
+    for done, _ in results:
+        assert done == pytest.approx(losses, abs=1e-10)
+    state = results[0][1]
+    assert state is not None
+    assert state.keys() == want.keys()
+    for name, value in want.items():
+        torch.testing.assert_close(state[name], value, atol=1e-10, rtol=1e-10, msg=name)
+
+
+def test_what_the_dynamic_program_cut_runs() -> None:
+    """Three ranks, the first twice as quick: layers and ranks of each stage are those of its answer."""
+    torch.manual_seed(0)
+    speeds = [2.0, 1.0, 1.0]
+    found = cut_stages(4, 3, 4, lambda layers, ranks: len(layers) / sum(speeds[rank] for rank in ranks), sizes=(1, 2))
+    assert sorted(found.ranks) != [1, 1, 1]
+    modules = cut([Block() for _ in range(4)], found.layers)
+    microbatches = [([torch.randn(4, 8, dtype=D)], [torch.randn(4, 8, dtype=D)]) for _ in range(4)]
+    losses, _ = steps(modules, microbatches)
+    meshes = [{"tp": ranks} for ranks in found.ranks]
+    pins = [{"*.up.weight": "tp:S0"}] * len(modules)
+    done = run_threads(3, lambda comm: stage(modules, comm, meshes, microbatches, pins=pins).step(microbatches).item())
+    assert done == pytest.approx([losses[0]] * 3, abs=1e-10)
+
+
+def test_what_no_placed_stage_can_run_is_refused() -> None:
+    microbatches = [([torch.randn(4, 8, dtype=D)], [torch.randn(4, 8, dtype=D)]) for _ in range(4)]
+    modules = cut([Block(), Block()], [1, 1])
+    with pytest.raises(UsageError, match="gradients of weights apart"):
+        run_threads(2, lambda comm: stage(modules, comm, [{"tp": 1}, {"tp": 1}], microbatches, schedule="zb-h1"))
+    with pytest.raises(UsageError, match=r"stages of 1 \+ 2 ranks and there are 2"):
+        run_threads(2, lambda comm: stage(modules, comm, [{"tp": 1}, {"tp": 2}], microbatches))
+    with pytest.raises(UsageError, match="3 modules on 2 stages"):
+        run_threads(2, lambda comm: stage([*modules, Block()], comm, [{"tp": 1}, {"tp": 1}], microbatches))
