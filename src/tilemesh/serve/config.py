@@ -48,7 +48,7 @@ class EngineConfig:
     """How many engines share this machine's cores; such ones do not wait for their ranks: `Engine.wait_ready`."""
     launch_ahead: bool | None = None
     """Launch a step before the tokens of the last are known, decoding as CUDA graphs; None: on a GPU, and never in
-    invariant mode."""
+    invariant mode. On a CPU, many answers that decode together are then stepped as arrays."""
     packed: bool | None = None
     """On a CPU, hold weights in the layout of its products as well, which makes these faster and takes as much memory
     again; None: on arm64, where a quarter of the free memory is enough, and never in invariant mode."""

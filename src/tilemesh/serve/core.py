@@ -68,6 +68,8 @@ class EngineCore:
         """Why there are no weights to compute with: nothing runs until they come."""
         self.asleep = 0
         """The level at which it sleeps: requests wait until it wakes."""
+        self.has_stretches = True
+        """Whether many answers that decode are stepped as arrays where steps are not launched ahead."""
         self.on_restart: Callable[[], None] = lambda: None
         """Called when ranks that were lost have been started again."""
         self.now_ns = 0
@@ -261,12 +263,20 @@ class EngineCore:
         self.on_step(plan.tokens, len(plan.preempted))
 
     def _begin_stretch(self) -> DecodeStretch | None:
-        """Where all that run decode in the launched step, and nobody wants to hear of them before they end."""
-        if self._ahead is None or self._involved or self._deadlines or self.history is not None:
+        """Where all that run decode, in the launched step if there is one, and nobody wants to hear of them before they
+        end."""
+        if self._involved or self._deadlines or self.history is not None:
             return None
         running = len(self.scheduler.running)
         if running < stretch.LEAST_ROWS or not self.scheduler.stays:
             return None
+        if self._ahead is None:
+            requests = self.scheduler.running
+            if not self.has_stretches or self.runner.decode_rows is None or not all(each.decodes for each in requests):
+                return None
+            answers = [self._live[request.name] for request in requests]
+            holds = all(answer.holds for answer in answers)
+            return DecodeStretch(answers, range(running), None, self.scheduler, self.vocabulary) if holds else None
         plan, launched, _ = self._ahead
         if not all(entry.samples and entry.count == 1 for entry in plan.entries):
             return None
@@ -280,9 +290,10 @@ class EngineCore:
 
     def _step_stretch(self, going: DecodeStretch) -> bool:
         """Take a step of it; False where it is over."""
-        assert self.runner.ahead is not None
+        launch = self.runner.decode_rows if self.runner.ahead is None else self.runner.ahead.launch_rows
+        assert launch is not None
         try:
-            ends = going.step(self.runner.ahead.launch_rows) if self.scheduler.stays else None
+            ends = going.step(launch) if self.scheduler.stays else None
         except Exception as error:
             self._end_stretch()
             self._fail([answer.request for answer in going.answers], error)

@@ -155,6 +155,7 @@ class Engine:
         self._ended: deque[float] = deque(maxlen=64)  # when the last answers did
         self._steps = self._step_tokens = self._preemptions = 0
         self._core.on_step = self._count
+        self._core.has_stretches = config.launch_ahead is None
         self._core.history = history
         if isinstance(self._guesser, DraftLengths):
             assert draft is not None

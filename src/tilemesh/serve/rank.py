@@ -160,6 +160,8 @@ class LeadingRunner(LaidRunner):
     """An engine's on the first rank of tp: the others, which `follow_steps`, do what it does. Weights alone every rank
     writes by itself, those of its part."""
 
+    decode_rows = None  # the others are told plans
+
     def __init__(
         self, laid: Laid, model: Transformer, limits: ServeLimits, device: torch.device, invariant: bool,
         implementation: str, graphs: object, say: Callable[[str], None], packed: bool | None,

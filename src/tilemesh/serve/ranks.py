@@ -63,7 +63,7 @@ class RankRunner:
     """`ranks` processes that share each matrix. `shared_by`: how many such groups share this machine's cores. `ep`:
     so many replicas hold the experts together, and `begin` starts the ranks of all."""
 
-    ahead = None
+    ahead = decode_rows = None
 
     def explain(self) -> list[str]:
         return ["each rank chooses programs for its own part of the model: without --mesh they are told"]

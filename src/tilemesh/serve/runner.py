@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from tilemesh.kernels.launch.gpu import launches_early
+from tilemesh.kernels.paged_attention.cpu import library
 from tilemesh.kernels.row_linear.cost import GATES
 from tilemesh.kernels.row_linear.reference import row_linear
 from tilemesh.model.experts import Experts
@@ -30,11 +32,13 @@ from tilemesh.model.programs.program import Use
 from tilemesh.model.rotary import RotaryTable
 from tilemesh.model.transformer import ResidualStream, Transformer
 from tilemesh.serve.attention import PagedKeyValues
-from tilemesh.serve.batch import Batch, TokenSpan, make_batch, token_span
-from tilemesh.serve.device_steps import DeviceSteps, ServeGraphs
+from tilemesh.serve.batch import AttentionGroup, Batch, TokenSpan, make_batch, token_span
+from tilemesh.serve.device_steps import DeviceSteps, DrawnTokens, ServeGraphs
 from tilemesh.serve.memory import GivenBack, free_cpu_bytes
 from tilemesh.serve.request import ServeRequest
+from tilemesh.serve.sampling import RowDraws, draw_on_device
 from tilemesh.serve.scheduler import ServeLimits, StepPlan
+from tilemesh.serve.staging import RowColumns
 
 POOLINGS = ("mean", "last")
 _PACKED_SHARE = 0.25
@@ -223,6 +227,25 @@ class Runner:
                 computed[name] = RequestLogits(piece.wanted.start, logits_NV, begin, count)
                 begin += count
         return computed
+
+    @property
+    def decode_rows(self) -> Callable[[RowColumns], DrawnTokens] | None:
+        """Takes a step of rows that decode, whose tokens are known, at once; None where attention is no C function."""
+        has_function = self.device.type == "cpu" and self._like.dtype == torch.float32 and library() is not None
+        plain = not (self.cache.by_kernel or self.cache.code or self.invariant)
+        return self._decode_rows if has_function and plain else None
+
+    @torch.inference_mode()
+    def _decode_rows(self, columns: RowColumns) -> DrawnTokens:
+        assert columns.known is not None
+        numbers = torch.from_numpy(np.stack((columns.known, columns.position, columns.place)))
+        pages, rows = torch.from_numpy(columns.tables.astype(np.int64)), len(columns.position)
+        group = AttentionGroup(0, rows, 1, pages, int(columns.position.max()) + 1, None, False)
+        logits_NV = self._pass(Batch(numbers[:1], numbers[1:2], numbers[2], (group,), None, ()))
+        temperature, top_k, top_p, min_p, uniform = torch.from_numpy(np.ascontiguousarray(columns.floats))
+        draws = RowDraws(temperature, uniform, top_k.to(torch.int64), top_p, min_p)
+        tokens_N, scores_2N = draw_on_device(logits_NV, draws, columns.kind, columns.scored)
+        return DrawnTokens((), [tokens_N] if scores_2N is None else [tokens_N, scores_2N], None)
 
     @torch.inference_mode()
     def embed(self, tokens: Sequence[int], pooling: str, adapter: int = 0) -> list[float]:

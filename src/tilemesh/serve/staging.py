@@ -118,6 +118,8 @@ class RowColumns(NamedTuple):
     """ROW_FLOATS."""
     kind: DrawKind
     scored: bool
+    known: NDArray[np.int64] | None = None
+    """The tokens, where the host knows them."""
 
 
 class Staging:

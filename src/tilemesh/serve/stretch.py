@@ -4,7 +4,8 @@ The one idea: between two pages nothing is decided about a request that decodes;
 can join, a step is a few operations on arrays, and a request itself is looked at only where it has filled a page or
 ended: what it has drawn is written into it then, or when the stretch is over.
 
-As `EngineCore.step`, a step is launched before the tokens of the one before are read: where they are, the device knows.
+On a GPU, as in `EngineCore.step`, a step is launched before the tokens of the one before are read: where they are, the
+device knows. On a CPU they are known.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class LaunchedRows(NamedTuple):
     """Where in the step each of them stands."""
     computed: Rows
     """How many tokens of each it leaves computed."""
-    drawn: DrawnTokens
+    drawn: DrawnTokens | None
+    """None: a step that was booked before the stretch began."""
 
 
 class RowEnd(NamedTuple):
@@ -58,16 +60,18 @@ class DecodeStretch:
         self,
         answers: Sequence[LiveAnswer],
         at: Sequence[int],
-        drawn: DrawnTokens,
+        drawn: DrawnTokens | None,
         scheduler: Scheduler,
         vocabulary: int,
     ) -> None:
-        """`at`: where in the launched step, `drawn`, each of them stands. All are plain and hold their tokens."""
-        self.answers, self._scheduler = list(answers), scheduler
+        """`at`: where in the launched step, `drawn`, each of them stands; None: all tokens are known, of each step when
+        it has been launched. All are plain and hold their tokens."""
+        self.answers, self._scheduler, self._is_ahead = list(answers), scheduler, drawn is not None
         requests = [answer.request for answer in self.answers]
         samplings = [answer.job.sampling for answer in self.answers]
         self._page = page = scheduler.limits.page_tokens
-        for request in requests:
+        self._known: Rows = np.array([request.tokens[-1] for request in requests])
+        for request in requests if self._is_ahead else ():
             del request.tokens[-1]  # the one that is on the device
         self._place: Rows = np.array([request.computed for request in requests])
         """Of the token that the next step computes."""
@@ -93,8 +97,8 @@ class DecodeStretch:
         self._launched = LaunchedRows(np.arange(len(requests)), np.array(at), self._place.copy(), drawn)
 
     def step(self, launch: Callable[[RowColumns], DrawnTokens]) -> list[RowEnd] | None:
-        """Launch a step and read the one before; those that it has ended, whose pages are free again. None, and nothing
-        was done, where nobody has another token or pages are short."""
+        """Launch a step and read the one before, or this one where tokens are known; the answers that it has ended,
+        whose pages are free again. None, and nothing was done, where nobody has another token or pages are short."""
         rows, at, _, _ = before = self._launched
         going = self._alive[rows] & (self._place[rows] < self._last[rows])
         rows, at = rows[going], at[going]
@@ -103,11 +107,11 @@ class DecodeStretch:
         drawn = launch(self._columns(rows, at))
         self._place[rows] += 1
         self._launched = LaunchedRows(rows, np.arange(len(rows)), self._place[rows], drawn)
-        return self._book(before)
+        return self._book(before if self._is_ahead else self._launched)
 
     def end(self) -> list[RowEnd]:
         """Read the launched step and write into requests what they have drawn: they go on one by one."""
-        ends = self._book(self._launched)
+        ends = self._book(self._launched) if self._is_ahead else []
         self._settle_all()
         for row in np.flatnonzero(self._alive).tolist():
             self.answers[row].request.computed = int(self._place[row])
@@ -131,15 +135,17 @@ class DecodeStretch:
         if self._kind is not DrawKind.GREEDY:
             floats[-1] = keyed_uniforms(self._keys[rows], position + self._before[rows])
         place = tables[np.arange(len(rows)), position // page] * np.int64(page) + position % page
-        return RowColumns(at, position, place, tables, floats, self._kind, any(self._wants))
+        known = None if self._is_ahead else self._known[rows]
+        return RowColumns(at, position, place, tables, floats, self._kind, any(self._wants), known)
 
     def _book(self, launched: LaunchedRows) -> list[RowEnd]:
         live = self._alive[launched.rows]
         self.booked = len(launched.rows)
         rows, at, computed = (each[live] for each in launched[:3])
+        assert launched.drawn is not None
         tokens, *scores = launched.drawn.rows()
         tokens = tokens[at]
-        self._tokens[self._column, rows] = tokens
+        self._tokens[self._column, rows] = self._known[rows] = tokens
         if scores:
             self._scores[self._column, rows] = scores[0][:, at].T
         self._column += 1
