@@ -91,7 +91,7 @@ MOST_LINES = {
     "compress": 1_820,
     "train": 8_870,
     "serve": 9_785,
-    "align": 3_608,
+    "align": 3_626,
     "report": 6_260,
     "bench": 9_244,
     "cli": 6_107,

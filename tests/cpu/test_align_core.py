@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tilemesh.align.formulas import advantages, policy, preferences
-from tilemesh.align.formulas.algorithms import ALGORITHMS, BASELINES, PREFERENCES, Algorithm
+from tilemesh.align.formulas.algorithms import ALGORITHMS, BASELINES, PER_TOKEN, PREFERENCES, Algorithm
 from tilemesh.align.formulas.losses import FIGURES, PolicyTokens, policy_loss
 from tilemesh.align.formulas.policy import CORRECTIONS, ESTIMATORS, RATIOS, SURROGATES
 from tilemesh.align.formulas.rollout import Rollout, Segment, join, pack
@@ -390,7 +390,7 @@ def test_every_row_names_functions_and_a_paper() -> None:
     assert {"dpo", "reward"} <= PREFERENCES.keys()
     for row in ALGORITHMS.values():
         assert row.paper
-        assert row.has_critic or row.baseline in BASELINES
+        assert row.baseline in (*BASELINES, *PER_TOKEN)
         assert row.weighting in WEIGHTINGS
         assert row.ratio in RATIOS
         assert row.surrogate in SURROGATES

@@ -7,6 +7,7 @@ or resumes a training run does so here too.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,14 +111,19 @@ class FeedbackConfig:
     none: on a GPU."""
     reference: Path | None = None
     """A Hugging Face folder whose model is not to be left too far; none: the weights that the run began with."""
-    baseline: str | None = None
-    """What a reward is compared with: zero, batch, batch-std, group, group-std, leave-one-out or critic."""
-    weighting: str | None = None
-    """What a token counts for: token, sequence, constant or sum."""
-    ratio: str | None = None
-    """New over old probability of a token, sequence, sequence-token or product."""
-    surrogate: str | None = None
-    """plain, clip or weight."""
+    baseline: (
+        Literal["zero", "batch", "batch-std", "group", "group-std", "leave-one-out", "critic", "returns"] | None
+    ) = None
+    """What a reward is compared with; returns: with nothing, and a token counts for what it and those after it are
+    paid."""
+    epsilon: Positive | None = None
+    """Added to a group's standard deviation before a reward is divided by it."""
+    weighting: Literal["token", "sequence", "constant", "sum"] | None = None
+    """What a token counts for."""
+    ratio: Literal["token", "sequence", "sequence-token", "product"] | None = None
+    """New over old probability of what."""
+    surrogate: Literal["plain", "clip", "weight"] | None = None
+    """Which term of that ratio and the advantage is lowered."""
     clip_low: Positive | None = None
     """How far below 1 a ratio counts."""
     clip_high: Positive | None = None
@@ -157,13 +163,13 @@ class FeedbackConfig:
     def is_of_pairs(self) -> bool:
         return self.algorithm in PREFERENCES
 
-    @property
+    @functools.cached_property
     def row(self) -> Algorithm:
         """The algorithm's row, with what was set over it."""
         over: Algorithm = self._over(ALGORITHMS[self.algorithm])
         return over
 
-    @property
+    @functools.cached_property
     def pair_row(self) -> PreferenceAlgorithm:
         over: PreferenceAlgorithm = self._over(PREFERENCES[self.algorithm])
         return over

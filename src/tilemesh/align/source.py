@@ -270,11 +270,15 @@ class RolloutSource(Source):
         old, reference, value = (arrays[name] for name in ("old", "reference", "value"))
         kl = old - reference if row.kl == "reward" and row.has_reference else np.zeros(len(old))
         returns = np.zeros(len(old))
+        paid = advantages.token_rewards(rollout.reward, sequence, kl, row.kl_coefficient)
+        score = rollout.reward - row.kl_coefficient * advantages.summed(kl, sequence, len(rollout))
         if row.has_critic:
-            paid = advantages.token_rewards(rollout.reward, sequence, kl, row.kl_coefficient)
             advantage, returns = advantages.gae(paid, value, sequence, row.discount, row.decay)
+        elif row.baseline == "returns":
+            advantage = advantages.returns_to_go(paid, sequence, row.discount)
+        elif row.baseline == "group-std":
+            advantage = advantages.group_normalized(score, rollout.group, row.epsilon)[sequence]
         else:
-            score = rollout.reward - row.kl_coefficient * advantages.summed(kl, sequence, len(rollout))
             advantage = BASELINES[row.baseline](score, rollout.group)[sequence]
         if row.whiten:
             advantage = advantages.whiten(advantage)

@@ -93,3 +93,8 @@ def gae(
         after[living] = step + discount * decay * after[living]
         advantage_N[here], value_after[living] = after[living], value_N[here]
     return advantage_N, advantage_N + value_N
+
+
+def returns_to_go(reward_N: Floats, sequence_N: Whole, discount: float = 1.0) -> Floats:
+    """What a token and those after it are paid (REINFORCE++)."""
+    return gae(reward_N, np.zeros(len(reward_N)), sequence_N, discount, 1.0)[0]

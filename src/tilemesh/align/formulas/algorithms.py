@@ -21,7 +21,9 @@ BASELINES: dict[str, Baseline] = {
     "group-std": advantages.group_normalized,
     "leave-one-out": advantages.leave_one_out,
 }
-"""What an answer's reward is compared with; `critic` (a value per token, GAE) is beside them."""
+"""What an answer's reward is compared with."""
+PER_TOKEN = ("critic", "returns")
+"""Beside them, what tokens have of their own: GAE, and what a token and those after it are paid."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,9 @@ class Algorithm:
     name: str
     paper: str
     baseline: str = "group-std"
-    """One of BASELINES, or `critic`."""
+    """One of BASELINES, or of PER_TOKEN."""
+    epsilon: float = 1e-4
+    """Added to a group's deviation (trl; verl: 1e-6)."""
     weighting: str = "token"
     """What a token counts for: one of WEIGHTINGS."""
     ratio: str = "token"
@@ -81,20 +85,19 @@ class PreferenceAlgorithm:
 
 
 _ROWS = (
-    Algorithm("reinforce", "Williams 1992", "batch", "sum", surrogate="plain"),
-    Algorithm("reinforce++", "Hu 2025, arXiv 2501.03262", "batch-std", "token", kl="reward", estimator="k1",
-              kl_coefficient=0.01),
-    Algorithm("rloo", "Ahmadian et al. 2024, arXiv 2402.14740", "leave-one-out", "sum", surrogate="plain", kl="reward",
-              estimator="k1", kl_coefficient=0.0),
-    Algorithm("ppo", "Schulman et al. 2017, arXiv 1707.06347; Ouyang et al. 2022, arXiv 2203.02155", "critic", "token",
+    Algorithm("reinforce", "Williams 1992", "batch", weighting="sum", surrogate="plain"),
+    Algorithm("reinforce++", "Hu 2025, arXiv 2501.03262", "returns", kl="reward", estimator="k1", kl_coefficient=0.01,
+              whiten=True),
+    Algorithm("rloo", "Ahmadian et al. 2024, arXiv 2402.14740", "leave-one-out", weighting="sum", surrogate="plain",
+              kl="reward", estimator="k1", kl_coefficient=0.0),
+    Algorithm("ppo", "Schulman et al. 2017, arXiv 1707.06347; Ouyang et al. 2022, arXiv 2203.02155", "critic",
               kl="reward", estimator="k1", kl_coefficient=0.05, whiten=True, value_coefficient=0.1, epochs=4),
-    Algorithm("grpo", "Shao et al. 2024, arXiv 2402.03300", "group-std", "sequence", kl="loss", kl_coefficient=0.04),
-    Algorithm("dr-grpo", "Liu et al. 2025, arXiv 2503.20783", "group", "constant"),
-    Algorithm("dapo", "Yu et al. 2025, arXiv 2503.14476", "group-std", "token", clip_high=0.28, filter_groups=True),
-    Algorithm("gspo", "Zheng et al. 2025, arXiv 2507.18071", "group-std", "sequence", ratio="sequence", clip_low=3e-4,
+    Algorithm("grpo", "Shao et al. 2024, arXiv 2402.03300", weighting="sequence", kl="loss", kl_coefficient=0.04),
+    Algorithm("dr-grpo", "Liu et al. 2025, arXiv 2503.20783", "group", weighting="constant"),
+    Algorithm("dapo", "Yu et al. 2025, arXiv 2503.14476", clip_high=0.28, filter_groups=True),
+    Algorithm("gspo", "Zheng et al. 2025, arXiv 2507.18071", weighting="sequence", ratio="sequence", clip_low=3e-4,
               clip_high=4e-4),
-    Algorithm("cispo", "MiniMax 2025, arXiv 2506.13585", "group-std", "token", surrogate="weight", clip_low=0.0,
-              clip_high=4.0),
+    Algorithm("cispo", "MiniMax 2025, arXiv 2506.13585", surrogate="weight", clip_low=0.0, clip_high=4.0),
 )  # fmt: skip
 ALGORITHMS: dict[str, Algorithm] = {row.name: row for row in _ROWS}
 
