@@ -277,6 +277,53 @@ def test_a_how_to_runs(name: str, commands: int, place: Path, capsys: pytest.Cap
     assert len(run_document(f"docs/{name}", capsys, python=True)) == commands
 
 
+@pytest.mark.parametrize("steps", [3, pytest.param(80, marks=[pytest.mark.slow, pytest.mark.timeout(MOST_S)])])
+def test_a_chat_model_is_trained_served_and_answers_openais_client(
+    steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The how-to's scripts and commands as they stand, in its order; the quick one takes fewer steps."""
+    for package in ("openai", "uvicorn", "jinja2"):
+        pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    conversations, _, train, serve, ask = blocks(ROOT / "docs/how-to/chat-model.md")
+    exec(compile(conversations.text, "chats.py", "exec"), {})
+    (line,) = train.lines
+    assert main([*shlex.split(line)[1:], "--set", f"train.steps={steps},{ON_CPU}"]) == 0
+    server = _started(shlex.split(serve.lines[0]))
+    try:
+        capsys.readouterr()
+        exec(compile(ask.text, "ask.py", "exec"), {})
+    finally:
+        _stop([server])
+    answers = [line for line in capsys.readouterr().out.splitlines() if "->" in line]
+    assert [line.partition(" ->")[0] for line in answers] == ["sky", "snow", "coal"]
+    if steps == 80:
+        assert [line.partition("-> ")[2].strip() for line in answers] == [
+            "It is blue.", "It is white.", "It is black."
+        ]  # fmt: skip
+
+
+def test_what_a_reader_brings_is_proved_and_runs() -> None:
+    """In a process of its own: what it registers stays there."""
+    program = "\n".join(
+        block.text for block in blocks(ROOT / "docs/how-to/bring-your-own.md") if block.kind == "python"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 0, ran.stderr
+    assert "star all_reduce: 4 ranks" in ran.stdout
+    assert ran.stdout.splitlines()[-2:] == ["[ 6. 10. 14.]", "(True, [(16, 8), (16,), (2, 32), (4,)])"]
+
+
+def test_the_hang_of_the_how_to_is_named_with_its_line(tmp_path: Path) -> None:
+    (program,) = [block.text for block in blocks(ROOT / "docs/how-to/find-a-hang.md") if block.kind == "python"]
+    (tmp_path / "stuck.py").write_text(program.replace("timeout_s=8", "timeout_s=2"))
+    command = [sys.executable, "-m", "tilemesh", "launch", "--ranks", "2", "--", str(tmp_path / "stuck.py")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert ran.returncode != 0
+    words = r"not arrived: rank 1 is in no collective, at \S*stuck\.py:11 in <module>"
+    assert re.search(words, " ".join((ran.stdout + ran.stderr).split())), ran.stderr
+
+
 def test_the_module_of_the_how_to_trains_as_in_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     (program,) = [block.text for block in blocks(ROOT / "docs/how-to/own-module.md") if block.kind == "python"]
     losses = []
@@ -312,6 +359,7 @@ def test_get_started_runs(place: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 _HERE = {
+    "docs/how-to/chat-model.md",
     "docs/how-to/fine-tune.md",
     "docs/how-to/own-data.md",
     "docs/how-to/own-module.md",
