@@ -12,7 +12,7 @@ from tilemesh.model.config import preset
 from tilemesh.model.work.weights import count_parameters
 
 MODEL, RANKS, TOKENS, MICROBATCHES = "llama-3-8b", 8, 8192, 32
-_COLUMNS = ((12, "what is too big"), (190, "cut"), (400, "a rank then has"), (640, "and it costs"), (950, "where"))
+_COLUMNS = ((12, "what is too big"), (190, "cut"), (400, "a rank then has"), (640, "and it costs"), (950, "chapter"))
 _LINE = 44
 
 
@@ -38,7 +38,7 @@ def map_rows() -> list[MapRow]:
         MapRow("train", "the batch", "data parallelism", f"all {_gb(state)} of weights and states",
                f"one all-reduce of gradients: {_gb(ring * gradients)} per step", "5"),
         MapRow("train", "weights and states", "ZeRO 1, 2, 3", f"{_gb(state)} → {_gb(state / n)}",
-               f"ZeRO-3: weights gathered twice, {_gb(1.5 * ring * gradients)} per step", "5"),
+               f"weights gathered twice: {_gb(1.5 * ring * gradients)} per step", "5"),
         MapRow("train", "a layer's matrices", "tensor parallelism", f"1/{n} of every matrix: {_gb(state / n)}",
                f"4 all-reduces per layer: {_gb(4 * layers * ring * activation)} per microbatch", "6"),
         MapRow("train", "all layers", "pipeline", f"{layers // n} of {layers} layers",
@@ -53,10 +53,12 @@ def map_rows() -> list[MapRow]:
                f"{_gb(2 * weights)} → {_gb(weights / 2)} in 4 bits", "latency; some accuracy", "8, 17"),
         MapRow("serve", "launches", "recorded steps", "one launch for hundreds", "fixed sizes: buckets", "10"),
         MapRow("serve", "steps per answer", "guessing ahead", "several tokens a pass", "a draft; wasted guesses", "11"),
-        MapRow("learn", "four models", "share, drop, place", f"4 × {_gb(2 * weights)} of weights at worst",
+        MapRow("learn", "an update", "clip and KL", "ratios within 1 ± 0.2", "more rounds of answers", "12"),
+        MapRow("learn", "four models", "share, drop, place", f"{_gb(2 * state + 4 * weights)}, spread over all",
                "new weights sent; answers of older weights", "13, 14"),
         MapRow("kernel", "traffic to memory", "tiles and fusion", "each byte read once per tile",
-               "registers and shared memory", "ladder"),
+               "registers and shared memory", "15, ladder"),
+        MapRow("choose", "the ways to cut", "rules, DP, ILP", "one annotation, or none", "trust in a time model", "16"),
     ]  # fmt: skip
 
 
@@ -78,7 +80,7 @@ def overview() -> str:
     for number, name in enumerate(colours):
         scene.box(12 + 130 * number, y - 10, 14, 12, colour=number)
         scene.text(32 + 130 * number, y, name)
-    return scene.svg()
+    return scene.svg().replace("<style>", "<style>@page{size:landscape}", 1)
 
 
 def figures() -> dict[str, str]:

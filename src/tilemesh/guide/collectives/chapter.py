@@ -124,9 +124,8 @@ for size in (1 << 10, 64 << 10, 4 << 20):
 
 # %%
 size, cores = 64 << 20, this_machine().cores
-guess = predict(
-    "time of a 64 MiB all-reduce on 4 ranks", unit="s", model=cost.seconds("all_reduce", "ring", 4, size, wire)
-)
+guess = predict("time of a 64 MiB all-reduce on 4 ranks",
+                unit="s", model=cost.seconds("all_reduce", "ring", 4, size, wire))  # fmt: skip
 copy_s = copy_seconds(size)
 
 

@@ -100,9 +100,8 @@ guess = predict(
     model=3.0 * half,
 )
 split = run_threads(ranks, partial(work.with_sequence, p=problem))
-lesson.show(
-    guess, float(split[0].backward_bytes), missing={"limit": "the least depends on what may be kept"}, figure="counted"
-)
+lesson.show(guess, float(split[0].backward_bytes),
+            missing={"limit": "the least depends on what may be kept"}, figure="counted")  # fmt: skip
 assert work.distance([result.z_TD for result in split], whole.z_TD, 0) < 1e-12
 assert work.distance([result.dx_TD for result in split], whole.dx_TD, 0) < 1e-12
 assert work.distance([result.da_DF for result in split], whole.da_DF, 1) < 1e-12
