@@ -135,7 +135,7 @@ def _reason(own: Own, between: Between, ways: list[int]) -> str:
         return "The edges are as cheap as can be; what the operators themselves take was not counted."
     if ways == one_after_the_other(own, between):
         return "Each step is the best from where it stands. Keep a beginning for every way of the last operator."
-    return "In between[i][a][b], a is the way of operator i and b that of operator i + 1."
+    return "The least sum is wanted; in between[i][a][b], a is the way of operator i and b that of operator i + 1."
 
 
 CHEAPEST = code(

@@ -73,9 +73,8 @@ def edges() -> str:
             what = exchange_of(before, after)
             sent = sent_bytes(before, after, LINE[0][1], 16.0)
             words = f"{what or 'nothing to do'}\n{sent:g} MiB"
-            scene.box(
-                200 + column * 190, 68 + row * 50, 180, 42, words, colour=1 if sent else 2, pale=not sent, size=11
-            )
+            scene.box(200 + column * 190, 68 + row * 50, 180, 42, words,
+                      colour=1 if sent else 2, pale=not sent, size=11)  # fmt: skip
     scene.note(24, 288, "four ranks, rings: all_gather and reduce_scatter send 3/4 of the array, all_reduce twice that")
     return scene.svg()
 

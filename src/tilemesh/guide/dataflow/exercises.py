@@ -111,8 +111,8 @@ def _values(program: Program, inputs: Sequence[Any]) -> list[Any]:
 
 CASES: tuple[tuple[str, Program, str], ...] = (
     ("x · y", (("multiply", (0, 1)),), "The slope of x · y with respect to x is y."),
-    ("sin(x + y)", (("add", (0, 1)), ("sin", (2,))), "Go from the last operator to the first: a value's slope is known "
-     "when all that read it are done."),
+    ("sin(x + y)", (("add", (0, 1)), ("sin", (2,))), "Go from the last operator to the first, when all that read a "
+     "value are done; sin hands back cos of its operand."),
     ("x · x + y", (("multiply", (0, 0)), ("add", (2, 1))), "A value that is read several times gets the sum of what "
      "comes back from each."),
 )  # fmt: skip
@@ -140,10 +140,12 @@ def why_wrong(function: Callable[[Any, Any], Any]) -> str | None:
             return f"{task}: {len(given)} slopes: expected one for each of the 2 inputs."
         if all(math.isclose(mine, real, rel_tol=1e-9, abs_tol=1e-12) for mine, real in zip(given, right, strict=True)):
             continue
+        if all(math.isclose(mine, real, rel_tol=1e-2) for mine, real in zip(given, right, strict=True)):
+            why = "Nearly: differences of two runs are no slopes."
         if not any(given):
             why = "All your slopes are 0: the last value moves with itself by 1, and that is where it begins."
-        said = ", ".join(f"{mine:.4f}" for mine in given)
-        return f"{task}: you say {said}; it is {', '.join(f'{real:.4f}' for real in right)}. {why}"
+        said, real = (", ".join(f"{each:.8g}" for each in slopes) for slopes in (given, right))
+        return f"{task}: you say {said}; it is {real}. {why}"
     return None
 
 

@@ -202,8 +202,7 @@ def cnn_graph(batch: int, folded: bool = False, width: int = 32, layers: int = 6
         kernel = weight(f"w{layer}", width, 3 if layer == 0 else width, 3, 3)
         value = build.conv(value, kernel, padding=(1, 1))
         if not folded:
-            value = build.multiply(
-                build.subtract(value, weight(f"mean{layer}", width, 1, 1)), weight(f"s{layer}", width, 1, 1)
-            )
+            value = build.multiply(build.subtract(value, weight(f"mean{layer}", width, 1, 1)),
+                                   weight(f"s{layer}", width, 1, 1))  # fmt: skip
         value = build.relu(build.add(value, weight(f"b{layer}", width, 1, 1)))
     return Graph((x, *weights), (value,))

@@ -134,7 +134,7 @@ def why_not_exact(function: Callable[[Rows, Rows, Sequence[int], Uniform], Any])
     both = [(one, two) for one, two in itertools.product(range(4), repeat=2)]
     expected = [target[0][one] * target[1][two] for one, two in both]
     if chi_squared([pairs[pair] for pair in both], expected) > MOST_APART:
-        return "The first token is right, pairs are not: a token behind a guess that was replaced must not be used."
+        return "The first token is right, pairs are not: one rule at every place, and nothing behind a replaced guess."
     stay = [sum(map(min, target[place], draft[place])) for place in range(2)]
     wanted = [1 - stay[0], stay[0] * (1 - stay[1]), stay[0] * stay[1]]
     if chi_squared([lengths[count] for count in (1, 2, 3)], wanted) > MOST_APART:

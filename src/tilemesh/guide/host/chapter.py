@@ -46,12 +46,8 @@ print(f"{format_seconds(eager.median / operators)} per operator; the arithmetic 
 # %%
 lesson.source(work.Recorded)
 recorded = work.Recorded(model, x)
-guess = predict(
-    f"time of the recorded pass: {len(recorded.calls)} operators without the model's own Python",
-    name="the pass, recorded",
-    unit="s",
-    model=work.LAYERS * work.layer_seconds(),
-)
+guess = predict(f"time of the recorded pass: {len(recorded.calls)} operators without the model's own Python",
+                name="the pass, recorded", unit="s", model=work.LAYERS * work.layer_seconds())  # fmt: skip
 again = work.seconds_of(lambda: recorded(x))
 lesson.show(guess, again, limit=flops / 10e9)
 other = torch.randn(1, work.WIDTH)

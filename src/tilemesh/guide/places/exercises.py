@@ -54,9 +54,8 @@ RECEIVED = numeric(
 
 def best_split(ranks: int, draw: float, update: float, least_training: int) -> int:
     """The solution: try all."""
-    return min(
-        range(1, ranks - least_training + 1), key=lambda drawing: max(draw / drawing, update / (ranks - drawing))
-    )
+    return min(range(1, ranks - least_training + 1),
+               key=lambda drawing: max(draw / drawing, update / (ranks - drawing)))  # fmt: skip
 
 
 def halves(ranks: int, draw: float, update: float, least_training: int) -> Any:

@@ -121,6 +121,5 @@ def mean_in_system(records: Sequence[RequestRecord]) -> float:
     begin = min(record.asked_ns for record in records)
     end = max(record.token_ns[-1] for record in records)
     moments = [begin + (end - begin) * (2 * place + 1) // 2000 for place in range(1000)]
-    return statistics.mean(
-        sum(record.asked_ns <= moment < record.token_ns[-1] for record in records) for moment in moments
-    )
+    return statistics.mean(sum(record.asked_ns <= moment < record.token_ns[-1] for record in records)
+                           for moment in moments)  # fmt: skip

@@ -15,6 +15,7 @@ from torch.nn import functional
 from tilemesh.compress.distill import distill
 from tilemesh.compress.prepare import prepare
 from tilemesh.compress.recipe import read_recipe
+from tilemesh.measure.calibrate_operators import torch_threads
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Transformer
 
@@ -43,15 +44,14 @@ def loss_of(model: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), tokens[:, DIGITS + 1 :].flatten())
 
 
-def train(
-    model: Transformer, steps: int, rate: float = 3e-3, seed: int = 0, teacher: Transformer | None = None
-) -> None:
+@torch_threads(1)  # the model is so small that threads would mostly wait for one another
+def train(model: Transformer, steps: int, lr: float = 3e-3, seed: int = 0, teacher: Transformer | None = None) -> None:
     """AdamW with a falling rate; with a teacher half of the loss is to agree with its probabilities."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     taught = distill(model, teacher) if teacher is not None else None
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = rate * (1 - step / steps)
+            group["lr"] = lr * (1 - step / steps)
         tokens = sequences(32, 1000 * seed + step + 1)
         optimizer.zero_grad()
         if taught is None:
@@ -99,6 +99,10 @@ def product_seconds(rows: int, zeros: float = 0.0) -> float:
         functional.linear(x, matrix)
         seconds.append(time.perf_counter() - began)
     return statistics.median(seconds[2:])
+
+
+def held_bytes(model: Transformer) -> int:
+    return sum(tensor.nbytes for tensor in model.state_dict().values())
 
 
 def weights_of(model: Transformer) -> int:
