@@ -11,7 +11,7 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,12 +19,11 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.utils import make_boxed_func
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils.checkpoint import CheckpointPolicy
 
 from tilemesh.core.errors import UsageError, unknown
+from tilemesh.core.units import parse_bytes
 from tilemesh.graph.aten import decompositions
 from tilemesh.graph.compile_ahead import AheadCompilers
 from tilemesh.graph.emit import Emitted, program
@@ -33,6 +32,7 @@ from tilemesh.graph.ir import Graph, Node
 from tilemesh.graph.joining import joined_products
 from tilemesh.graph.lower import Lowered, NotServedError, apart, lower
 from tilemesh.graph.opaque import Strides, laid, traced_strides
+from tilemesh.graph.partition import StepCut, least_cut, within
 from tilemesh.graph.recorded import reason_against, recorded, waits_for_host
 from tilemesh.graph.recurrent import with_layers
 from tilemesh.graph.regions import fused
@@ -71,9 +71,11 @@ class Report:
     """What a backend compiled, piece by piece."""
 
     pieces: list[Compiled]
+    cuts: list[StepCut] = field(default_factory=list)
+    """Of pieces with a budget of memory, what their forward programs keep."""
 
     def __str__(self) -> str:
-        lines = []
+        lines = [str(cut) for cut in self.cuts]
         for place, piece in enumerate(self.pieces):
             if piece.graph is None:
                 lines.append(f"{place}: {piece.nodes_before} operators as torch traced them: {piece.reason}")
@@ -92,8 +94,9 @@ class Backend:
     """A backend for torch.compile that keeps a report. `tilemesh` is the one that torch finds by name."""
 
     def __init__(
-        self, kernels: bool = True, cuda_graphs: bool | None = None, rematerialise: bool | None = None
-    ) -> None:
+        self, kernels: bool = True, cuda_graphs: bool | None = None, rematerialise: bool | None = None,
+        memory: str | int | None = None,
+    ) -> None:  # fmt: skip
         self.report = Report([])
         self.ahead: AheadCompilers | None = None  # after a model was compiled it has no processes
         self.kernels = kernels  # False: operator by operator, for comparison
@@ -101,6 +104,9 @@ class Backend:
         self.cuda_graphs = cuda_graphs
         # Whether the backward program computes cheap values again instead of reading them: None, on a GPU alone.
         self.rematerialise = rematerialise
+        # The most bytes that the values of a training step may take at once, as "2GiB": what does not fit is computed
+        # again. Parameters and inputs are not counted; each piece of a model has the budget to itself.
+        self.memory = parse_bytes(memory) if isinstance(memory, str) else memory
 
     def __deepcopy__(self, memo: Any) -> Backend:
         """Itself: copies of a compiled module share their backend, as they share torch's own, and its report."""
@@ -115,8 +121,13 @@ class Backend:
             compilers = [functools.partial(self._recorded, way=way, kind=kind, known=known) for kind in kinds]
         settings: dict[str, Any] = {"decompositions": decompositions()} if way is not None else {}
         again = self.rematerialise if self.rematerialise is not None else _device(inputs).type == "cuda"
-        if again and way is not None:
-            settings["partition_fn"] = _partition
+        if self.memory is not None:
+            planned = functools.partial(_planned, way=way)
+            settings["partition_fn"] = functools.partial(
+                within, budget=self.memory, planned=planned, took=self.report.cuts.append
+            )
+        elif again and way is not None:
+            settings["partition_fn"] = least_cut
         names = ("fw_compiler", "bw_compiler", "inference_compiler")
         compiling = aot_autograd(**dict(zip(names, compilers, strict=True)), **settings)
         # Processes that compile kernels start while torch traces the backward pass. torch would compile the backward
@@ -267,21 +278,6 @@ def _backward_at_once(way: str | None) -> AbstractContextManager[Any]:
     return patch
 
 
-def _partition(joint: fx.GraphModule, inputs: Any, **settings: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Forward and backward program by torch's least cut, which keeps what is cheap to keep and computes the rest again.
-
-    Of a loss the cut could keep the logits, or their log-probabilities, which are as large. The forward program has
-    the logits anyway and need not write the others, so those are computed again.
-    """
-    for node in joint.graph.nodes:
-        if node.target is torch.ops.aten.nll_loss_forward.default and isinstance(node.args[0], fx.Node):
-            chances = node.args[0]
-            if chances.target in (torch.ops.aten.sub.Tensor, torch.ops.aten._to_copy.default):
-                chances.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    forward, backward = min_cut_rematerialization_partition(joint, inputs, **settings)
-    return forward, backward
-
-
 MOST_SIZES = 16  # programs for one piece whose sizes change; beyond, it runs as torch traced it
 
 
@@ -330,20 +326,27 @@ def _written(
     module: fx.GraphModule, inputs: Sequence[Any], way: str | None, ahead: AheadCompilers | None = None,
     kind: str = "inference", kernels: bool = True,
 ) -> _Written:  # fmt: skip
-    lowered = lower(module, kernels=way is not None)
-    better, steps = simplify(lowered.graph, ALGEBRA)
-    better, _ = joined_products(better)
+    lowered, better, steps = _planned_from(module, way)
     nodes = iter(range(len(lowered.returned)))
     kept = [next(nodes) if isinstance(value, Node) else None for value in lowered.returned]
     # A forward program's own results lie as in eager; what it leaves for the backward one lies as it comes.
     own = len([place for place in kept[: _returns(kind)] if place is not None])
     strides = [*lowered.strides[:own], *[None] * (len(lowered.strides) - own)]
-    better = apart(better, lowered.made, lowered.strides)
-    if way is not None:
-        better = as_kernels(better, way)
     given = [*inputs, *lowered.held.values()]
     run = program(better, _device(inputs), given, way, ahead, strides, kernels=kernels)
     return _Written(run, lowered, steps, kept)
+
+
+def _planned_from(module: fx.GraphModule, way: str | None) -> tuple[Lowered, Graph, Sequence[Applied]]:
+    """A traced module as it was lowered, the graph that shall run, and the rewrites between them."""
+    lowered = lower(module, kernels=way is not None)
+    better, steps = simplify(lowered.graph, ALGEBRA)
+    better = apart(joined_products(better)[0], lowered.made, lowered.strides)
+    return lowered, as_kernels(better, way) if way is not None else better, steps
+
+
+def _planned(module: fx.GraphModule, way: str | None) -> Graph:
+    return _planned_from(module, way)[1]
 
 
 def _returns(kind: str) -> int | None:
@@ -410,7 +413,7 @@ def _boxed(
 
 
 MODES = {"default": {}, "reduce-overhead": {"cuda_graphs": True}}
-OPTIONS = ("kernels", "cuda_graphs", "rematerialise")
+OPTIONS = ("kernels", "cuda_graphs", "rematerialise", "memory")
 
 
 def tilemesh(
@@ -419,7 +422,8 @@ def tilemesh(
     """The backend that `torch.compile(model, backend="tilemesh")` finds.
 
     On a GPU, programs that wait for the host are recorded as CUDA graphs; mode="reduce-overhead" or
-    options={"cuda_graphs": True} records all, options={"cuda_graphs": False} none.
+    options={"cuda_graphs": True} records all, options={"cuda_graphs": False} none. options={"memory": "2GiB"}: what
+    the values of a training step may take; more is computed again.
     """
     if mode is not None and mode not in MODES:
         raise unknown("mode", mode, MODES)
@@ -427,6 +431,9 @@ def tilemesh(
     for name, value in given.items():
         if name not in OPTIONS:
             raise unknown("option", name, OPTIONS)
-        if not isinstance(value, bool) and not (name != "kernels" and value is None):
+        if name == "memory":
+            if type(value) not in (int, str) or (type(value) is int and value < 1):
+                raise UsageError(f"option memory is {value!r}; give bytes, as 2_000_000_000 or '2GiB'")
+        elif not isinstance(value, bool) and not (name != "kernels" and value is None):
             raise UsageError(f"option {name} is {value!r}; give True or False")
     return Backend(**given)(module, inputs)

@@ -21,6 +21,7 @@ from tilemesh.graph.evaluate import sizes_of
 from tilemesh.graph.generated import RegionCall, prepare, run_without_data, way_for
 from tilemesh.graph.ir import Graph, Node, users
 from tilemesh.graph.kernel_call import KernelCall, embedding_gradient, kernel_of
+from tilemesh.graph.memory import scheduled
 from tilemesh.graph.opaque import InputSlot, Laid, LayCall, Strides, operator_of, traced_strides, with_lays
 from tilemesh.graph.ops import COMPARISONS, FLOATS, primitive
 from tilemesh.graph.recurrent import layer_with_workspace
@@ -47,7 +48,7 @@ class Emitted:
         ahead: AheadCompilers | None = None, results: Sequence[Strides | None] | None = None,
         exchange: Exchange | None = None, kernels: bool = True,
     ) -> None:  # fmt: skip
-        self.exchange = exchange
+        self.exchange, self.kernels = exchange, kernels
         self.device, self.way = device, way or way_for(device)
         self.strides: list[Strides | None] | None = None
         self._made: dict[Node, Any] = {}
@@ -73,7 +74,7 @@ class Emitted:
     ) -> dict[LayCall, Laid]:
         """The code, with these `lay` nodes or all; what each of them is for."""
         self.graph, origins, lays = with_lays(graph, results, needed)
-        writer = _SourceWriter(self.graph, self.device, self.way, self._made, origins, self.exchange)
+        writer = _SourceWriter(self.graph, self.device, self.way, self._made, origins, self.exchange, self.kernels)
         with unset_fake_temporarily():  # torch compiles under fake tensors; constants are real ones
             self.source = writer.write()
         namespace: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan, **writer.values}
@@ -105,13 +106,13 @@ def examples(graph: Graph, device: torch.device) -> list[Any]:
 class _SourceWriter:
     def __init__(
         self, graph: Graph, device: torch.device, way: str | None, made: dict[Node, Any], origins: dict[Node, Node],
-        exchange: Exchange | None,
+        exchange: Exchange | None, small: bool,
     ) -> None:  # fmt: skip
         self.exchange = exchange
         self.graph, self.device, self.way = graph, device, way
         self.made, self.origins = made, origins  # constants and regions, made once for a node of the given graph
         self.lays: dict[Node, LayCall] = {}
-        self.order = graph.nodes()
+        self.order = scheduled(graph) if small else graph.nodes()
         # Which values live is known when it runs: then every operator asks.
         self.steered = any(primitive(node.op).kind == "control" for node in self.order)
         self.readers = users(self.order)

@@ -1,4 +1,9 @@
-"""When each value lives, and an arena: one block of memory in which every value has its place. Plain Python.
+"""In which order operators run, when each value lives, and an arena: one block of memory in which every value has its
+place. Plain Python.
+
+Nothing says in which order a graph runs but that operators follow what they read. `scheduled` is an order in which few
+bytes live: what frees at least as much as it makes runs at once, a weight's gradient for instance, and what is computed
+again runs just before it is read.
 
 A value lives from the operator that makes it to the last one that reads it. Operators that only name memory again
 (`VIEWS`) have no value of their own. The lower bound of any plan is the largest sum of sizes that live at one moment;
@@ -8,11 +13,11 @@ A value lives from the operator that makes it to the last one that reads it. Ope
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tilemesh.core.errors import UsageError
-from tilemesh.graph.ir import Graph, Node
+from tilemesh.graph.ir import Graph, Node, ordered, users
 from tilemesh.graph.ops import TUPLE, VIEWS, primitive, size_bytes
 
 MIXED = 300  # values of a graph up to which mixed orders are tried
@@ -51,9 +56,81 @@ def owner(node: Node) -> Node:
     return node
 
 
-def lifetimes(graph: Graph) -> list[Lifetime]:
-    """The values that a run makes, in the order of their making: no inputs, no constants, no views."""
-    order = graph.nodes()
+def scheduled(graph: Graph) -> list[Node]:
+    """The nodes in an order in which few bytes live.
+
+    The base is depth first, of an operator's inputs the one with the longest way to it first: what is near, as a value
+    that is computed again, then runs when it is needed. Before each operator of the base, others that are ready run if
+    they free at least as much as they make. Where sizes are not known, where a condition steers, or where ranks run a
+    program together (in one order for all of them), the graph's own order.
+    """
+    plain = graph.nodes()
+    sizes = {node: 0 if node.op in VIEWS and node.op != "item" else _made_bytes(node) for node in plain}
+    if None in sizes.values() or any(primitive(node.op).kind in ("control", "exchange") for node in plain):
+        return plain
+    depths: dict[Node, int] = {}
+    for node in plain:
+        depths[node] = 1 + max((depths[value] for value in node.inputs), default=0)
+    base = ordered(graph.outputs, lambda node: sorted(node.inputs, key=lambda value: -depths[value]))
+    return _Ordering(graph, base, sizes).run()  # type: ignore[arg-type]
+
+
+def _made_bytes(node: Node) -> int | None:
+    """What a node's value takes; nothing that another gave it. None: the size is not known."""
+    if primitive(node.op).kind == "source" or node.dtype == TUPLE:
+        return 0
+    size = size_bytes(node.typed)
+    return size if isinstance(size, int) else None
+
+
+class _Ordering:
+    def __init__(self, graph: Graph, base: Sequence[Node], sizes: Mapping[Node, int]) -> None:
+        self.base, self.sizes = base, sizes
+        self.readers = users(base)
+        self.missing = {node: len({*node.inputs}) for node in base}
+        self.kept = {owner(node) for node in graph.outputs}
+        self.waiting: dict[Node, set[Node]] = {}  # of a value those that will read it, views of it included
+        for node in base:
+            for value in node.inputs:
+                self.waiting.setdefault(owner(value), set()).add(node)
+        self.order: dict[Node, None] = {}
+
+    def run(self) -> list[Node]:
+        for node in self.base:
+            ready = [node] if node not in self.order else []
+            while ready:
+                node = ready.pop()
+                self.order[node] = None
+                ready += [each for each in self._after(node) if each not in ready and self._grows(each) <= 0]
+        return list(self.order)
+
+    def _after(self, node: Node) -> list[Node]:
+        """What may run now and could not, or would now free what it did not."""
+        for reader in dict.fromkeys(self.readers[node]):
+            self.missing[reader] -= 1
+        sources = {owner(value): None for value in node.inputs}
+        for source in sources:
+            self.waiting[source].discard(node)
+        touched = dict.fromkeys([*self.readers[node], *(each for source in sources for each in self._last(source))])
+        return [each for each in touched if each not in self.order and not self.missing[each]]
+
+    def _last(self, source: Node) -> list[Node]:
+        """The only reader that is left, if there is one."""
+        return list(self.waiting[source]) if len(self.waiting[source]) == 1 else []
+
+    def _grows(self, node: Node) -> int:
+        """By how many bytes more live when this has run; the parts of a result are made with it."""
+        made = self.sizes[node] + sum(self.sizes[each] for each in {*self.readers[node]} if each.op == "item")
+        made = 0 if node.op == "item" else made
+        sources = {owner(value): None for value in node.inputs}
+        return made - sum(
+            self.sizes[each] for each in sources if each not in self.kept and self.waiting[each] == {node}
+        )
+
+
+def lifetimes(graph: Graph, given: Collection[Node] = ()) -> list[Lifetime]:
+    """The values that a run makes, in the order of their making: no inputs but these, no constants, no views."""
+    order = scheduled(graph)
     places = {node: place for place, node in enumerate(order)}
     dies: dict[Node, int] = {}
     for place, node in enumerate(order):
@@ -64,7 +141,7 @@ def lifetimes(graph: Graph) -> list[Lifetime]:
     return [
         Lifetime(node, places[node.inputs[0]] if node.op == "item" else place, dies.get(node, place), _bytes(node))
         for place, node in enumerate(order)
-        if primitive(node.op).kind != "source" and owner(node) is node and node.dtype != TUPLE
+        if (primitive(node.op).kind != "source" or node in given) and owner(node) is node and node.dtype != TUPLE
     ]
 
 
