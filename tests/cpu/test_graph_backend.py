@@ -232,6 +232,40 @@ def test_execution_uses_the_arena() -> None:
     assert len(lifetimes(graph)) == 18
 
 
+@pytest.mark.parametrize(
+    ("shape", "settings", "repeated"),
+    [
+        ((2, 3, 4, 5), {"scale_factor": 2}, True),
+        ((1, 2, 3, 5), {"scale_factor": (4.0, 1.0)}, True),
+        ((2, 3, 4), {"scale_factor": 8}, True),
+        ((1, 2, 3, 2, 3), {"scale_factor": 2}, True),
+        ((1, 2, 6, 6), {"scale_factor": 0.5}, False),
+        ((1, 2, 6, 6), {"scale_factor": 3}, False),
+        ((1, 2, 6, 6), {"size": (12, 12)}, False),
+        ((1, 2, 6, 6), {"scale_factor": 2, "mode": "bilinear"}, False),
+        ((1, 2, 6, 6), {"scale_factor": 2, "recompute_scale_factor": True}, False),
+    ],
+)
+def test_enlarged_pictures(shape: tuple[int, ...], settings: dict[str, Any], repeated: bool) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    backend = Backend()
+    results = []
+    for compiling in (False, True):
+        x = torch.arange(float(torch.Size(shape).numel()), dtype=torch.float64).reshape(shape).sin().requires_grad_()
+
+        def enlarge(value: torch.Tensor) -> torch.Tensor:
+            return nn.functional.interpolate(value * 2.0, **settings).tanh()
+
+        y = (torch.compile(enlarge, backend=backend) if compiling else enlarge)(x)
+        (y * torch.linspace(0, 1, y.numel(), dtype=y.dtype).reshape(y.shape)).sum().backward()
+        results.append((y.detach(), x.grad))
+    assert results[0][0].stride() == results[1][0].stride()
+    torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-12)
+    indexed = any("index" in name for piece in backend.report.pieces for name in piece.opaque)
+    assert not (repeated and indexed)
+
+
 def test_buckets_need_few_programs() -> None:
     from tilemesh.core.errors import UsageError
     from tilemesh.graph.buckets import SizeBuckets

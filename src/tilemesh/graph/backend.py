@@ -25,6 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.units import parse_bytes
 from tilemesh.graph.aten import decompositions
+from tilemesh.graph.calls import with_better_calls
 from tilemesh.graph.compile_ahead import AheadCompilers
 from tilemesh.graph.emit import Emitted, program
 from tilemesh.graph.generated import server, way_for
@@ -34,7 +35,6 @@ from tilemesh.graph.lower import Lowered, NotServedError, apart, lower
 from tilemesh.graph.opaque import Strides, laid, traced_strides
 from tilemesh.graph.partition import StepCut, least_cut, within
 from tilemesh.graph.recorded import reason_against, recorded, waits_for_host
-from tilemesh.graph.recurrent import with_layers
 from tilemesh.graph.regions import fused
 from tilemesh.graph.rewrite import Applied
 from tilemesh.graph.rotations import with_rotations
@@ -133,7 +133,7 @@ class Backend:
         # Processes that compile kernels start while torch traces the backward pass. torch would compile the backward
         # program when it is first run; compiled here, its kernels are made beside the forward program's.
         with AheadCompilers(None if way == "triton" else 0) as self.ahead, _backward_at_once(way):
-            return compiling(with_layers(module), inputs, **options)
+            return compiling(with_better_calls(module), inputs, **options)
 
     def _recorded(
         self, module: fx.GraphModule, inputs: Sequence[Any], way: str | None, kind: str, known: dict[str, bool]

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from tilemesh.core.errors import UsageError
 from tilemesh.graph.by_torch import constant, dtype_of, evaluate_torch, torch_function
+from tilemesh.graph.calls import layer_with_workspace
 from tilemesh.graph.compile_ahead import AheadCompilers
 from tilemesh.graph.evaluate import sizes_of
 from tilemesh.graph.generated import RegionCall, prepare, run_without_data, way_for
@@ -24,7 +25,6 @@ from tilemesh.graph.kernel_call import KernelCall, embedding_gradient, kernel_of
 from tilemesh.graph.memory import scheduled
 from tilemesh.graph.opaque import InputSlot, Laid, LayCall, Strides, operator_of, traced_strides, with_lays
 from tilemesh.graph.ops import COMPARISONS, FLOATS, primitive
-from tilemesh.graph.recurrent import layer_with_workspace
 from tilemesh.graph.rewrite import number_of
 from tilemesh.graph.size import numbers
 from tilemesh.kernels.launch.tensors import read_device

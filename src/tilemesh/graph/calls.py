@@ -1,7 +1,9 @@
-"""LSTMs as one operator per layer and direction, as eager runs them on a CPU: a loop in a library stays a loop.
+"""Calls of a traced module that are written otherwise before torch takes them apart.
 
-torch unrolls an LSTM whose input has a gradient into a dozen operators per time step, and drops its dropout.
-`with_layers` changes the calls of a traced module before torch takes them apart.
+LSTMs are one operator per layer and direction, as eager runs them on a CPU: a loop in a library stays a loop. (torch
+unrolls an LSTM whose input has a gradient into a dozen operators per time step, and drops its dropout.) Pictures that
+are enlarged by a whole factor are repeated along new dims, and their gradient is a sum over these. (torch reads and
+adds one by one through tables of indices.)
 """
 
 from __future__ import annotations
@@ -11,18 +13,49 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.nn.functional import interpolate
 
 LSTM = 2  # the number of this kind of cell in oneDNN's enumeration
 
 
-def with_layers(module: fx.GraphModule) -> fx.GraphModule:
-    """The module with each LSTM that the library serves as calls of its layers."""
+def with_better_calls(module: fx.GraphModule) -> fx.GraphModule:
+    """The module with each LSTM that the library serves as calls of its layers, and enlarged pictures repeated."""
     if torch._C._get_mkldnn_enabled():
         for node in module.graph.find_nodes(op="call_function", target=torch.lstm):
             if _served(node):
                 node.target = lstm
-        module.recompile()
+    for node in module.graph.find_nodes(op="call_function", target=interpolate):
+        factors = _whole_factors(node)
+        if factors:
+            node.target, node.args, node.kwargs = enlarged, (node.all_input_nodes[0], factors), {}
+    module.recompile()
     return module
+
+
+def _whole_factors(node: fx.Node) -> tuple[int, ...]:
+    """By what each dim of a picture grows, where its pixels are repeated: 1, 2, 4 or 8, whose reciprocals torch rounds
+    nowhere. Results lie as eager's where rows lie in order."""
+    names = ("input", "size", "scale_factor", "mode", "align_corners", "recompute_scale_factor", "antialias")
+    settings: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    x = settings.pop("input", None)
+    scale: Any = settings.pop("scale_factor", None)
+    picture = x.meta.get("example_value") if isinstance(x, fx.Node) else None
+    if settings.pop("mode", "nearest") != "nearest" or any(settings.values()) or not isinstance(picture, Tensor):
+        return ()
+    factors = tuple(scale) if isinstance(scale, Sequence) else (scale,) * (picture.dim() - 2)
+    served = all(type(each) in (int, float) and each in (1, 2, 4, 8) for each in factors)
+    if not served or len(factors) != picture.dim() - 2 or not picture.is_contiguous() or picture.numel() == 0:
+        return ()
+    return tuple(int(each) for each in factors)
+
+
+def enlarged(x: Tensor, factors: Sequence[int]) -> Tensor:
+    """Each pixel repeated along every dim of a picture."""
+    sizes = x.shape[2:]
+    thin = [each for size in sizes for each in (size, 1)]
+    wide = [each for pair in zip(sizes, factors, strict=True) for each in pair]
+    large = [size * factor for size, factor in zip(sizes, factors, strict=True)]
+    return x.reshape(*x.shape[:2], *thin).expand(*x.shape[:2], *wide).reshape(*x.shape[:2], *large)
 
 
 def _served(node: fx.Node) -> bool:
