@@ -256,11 +256,64 @@ def refresh_dates(lines: Iterable[Line]) -> None:
     DATES.write_text(json.dumps(dict(sorted(known.items())), indent=0) + "\n")
 
 
+# --- the picture of the README ---
+
+WORDS = {
+    "one": "1 rank", "one-acc": "1 rank, 4 microbatches", "dp2": "dp 2", "dp2-acc": "dp 2, 4 microbatches",
+    "tp2": "tp 2", "tp2-seq": "tp 2, sequence parallel", "dp4": "dp 4", "dp2tp2": "dp 2 × tp 2", "tp4": "tp 4",
+    "pp2": "pp 2, 1F1B", "pp2-zbv": "pp 2, ZB-V", "dp2pp2": "dp 2 × pp 2", "dp2-zero1": "dp 2, ZeRO-1",
+    "dp4-zero3": "dp 4, ZeRO-3",
+}  # fmt: skip
+STYLE = """text{font:13px system-ui,sans-serif;fill:#1d2733}.dim{fill:#5b6875}.measured{fill:#0f766e}
+.choice{fill:#c2410c}.predicted{stroke:#1d2733;stroke-width:2.5}.grid{stroke:#d5dbe1}
+@media(prefers-color-scheme:dark){text{fill:#e6edf3}.dim{fill:#9aa7b4}.measured{fill:#2dd4bf}
+.choice{fill:#fb923c}.predicted{stroke:#fff}.grid{stroke:#38424c}}"""
+
+
+def picture(grades: Sequence[Line]) -> str:
+    """Steps of layouts, measured as bars and predicted as ticks, in the order of the prediction."""
+
+    def step(line: Line, key: str) -> float:
+        return next(float(figure[key]) for figure in line.body["figures"] if figure["name"] == "step time") * 1e3
+
+    ordered = sorted(grades, key=lambda line: step(line, "predicted"))
+    left, scale, row, top = 190, 0.95, 24, 46
+    height = top + row * len(ordered) + 30
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 {height}" role="img">'
+        f"<title>Predicted and measured steps of {len(ordered)} layouts</title><style>{STYLE}</style>",
+        f'<rect class="measured" x="{left}" y="12" width="22" height="10"/><text x="{left + 28}" y="22">measured</text>'
+        f'<path class="predicted" d="M{left + 110} 8v18"/><text x="{left + 118}" y="22">predicted before the run</text>'
+        f'<text class="dim" x="{left + 290}" y="22">milliseconds per step, two cores</text>',
+    ]
+    for at in range(0, 501, 100):
+        x = left + at * scale
+        parts.append(f'<path class="grid" d="M{x:g} {top - 8}V{height - 22}"/>')
+        parts.append(f'<text class="dim" x="{x:g}" y="{height - 6}" text-anchor="middle">{at}</text>')
+    for place, line in enumerate(ordered):
+        y = top + row * place
+        predicted, measured = step(line, "predicted"), step(line, "measured")
+        name = ("choice: ", "runner-up: ", *[""] * len(ordered))[place] + WORDS[line.body["run"]]
+        kind = "choice" if place < 2 else "measured"
+        tick = left + predicted * scale
+        parts.append(
+            f'<text x="{left - 8}" y="{y + 12}" text-anchor="end">{name}</text>'
+            f'<rect class="{kind}" x="{left}" y="{y}" width="{measured * scale:.1f}" height="15" rx="2"/>'
+            f'<path class="predicted" d="M{tick:.1f} {y - 3}v21"/>'
+            f'<text class="dim" x="{left + max(predicted, measured) * scale + 8:.1f}" y="{y + 12}">'
+            f"{measured:.0f} ({predicted / measured - 1:+.0%})</text>".replace("-0%", "0%")
+        )
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
 def load() -> tuple[list[Claim], list[tuple[str, str, list[Line]]]]:
     parts = (Claim, Figure, Line, figure, geometric_mean, lines_of, median, one, select)
     names = {value.__name__: value for value in parts}
     told = runpy.run_path(str(ROOT / "benchmarks/claims.py"), init_globals=names)
     return told["CLAIMS"], told["TABLES"]
+
+
+GRADED = "plan_grades_quiet_neoverse_n1_2c.jsonl"
 
 
 def main() -> None:
@@ -269,6 +322,7 @@ def main() -> None:
         [line for claim in claims for line in claim.lines] + [line for _, _, lines in tables for line in lines]
     )
     PAGE.write_text(page(claims, tables, dates()))
+    (ROOT / "docs/pictures/loop.svg").write_text(picture(select(GRADED, name="grade")))
     print(f"docs/results.md: {len(claims)} claims, {sum(len(lines) for _, _, lines in tables)} rows in tables")
 
 
