@@ -15,7 +15,7 @@ from tilemesh.comm import connect, run_threads
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.compress.quantize import quantize
 from tilemesh.core.errors import UsageError
-from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.plan import ParallelPlan, Precision
 from tilemesh.data.config import DataConfig
 from tilemesh.data.corpus import encoded_documents, equal_tokens, tokenizer_of
 from tilemesh.kernels.routing.reference import route_tokens
@@ -35,15 +35,18 @@ from tilemesh.parallel.apply import lay
 from tilemesh.parallel.gate.alone import batch as gate_batch
 from tilemesh.parallel.gate.alone import start as gate_start
 from tilemesh.parallel.gate.cases import MODELS
+from tilemesh.parallel.laid import StepPiece
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.plan.choose import search
 from tilemesh.runs.folder import new_run
 from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.metrics import latest
 from tilemesh.serve import Engine, Sampling
+from tilemesh.serve.load import load_served
 from tilemesh.train.check import check_init
-from tilemesh.train.config import LoopConfig, TrainConfig
+from tilemesh.train.config import LoopConfig, OptimizerConfig, TrainConfig
 from tilemesh.train.load import load
+from tilemesh.train.optimizer import Optimizer, stored_dtype
 from tilemesh.train.rank import train_here
 from tilemesh.train.source import next_token
 
@@ -76,6 +79,72 @@ def test_the_router_picks_the_likeliest_and_weighs_them() -> None:
         probabilities = torch.tensor(rows).double().softmax(-1).gather(1, experts)
         wanted = probabilities / probabilities.sum(-1, keepdim=True) if renormalized else probabilities
         torch.testing.assert_close(weights.double(), wanted, rtol=1e-6, atol=0)
+
+
+def test_sigmoids_are_weighed_without_the_bias_that_picks() -> None:
+    """Of four groups of two a token takes the two of largest sums, in them those of largest score and bias."""
+    rows = [[2.0, -1.0, 0.5, 0.4, -2.0, -3.0, 1.0, -4.0]]
+    options: dict[str, Any] = {"experts_per_token": 3, "router_scores": "sigmoid", "router_groups": 4}
+    options |= {"router_groups_per_token": 2, "router_scale": 2.5, "router_bias": True}
+    for renormalized in (True, False):
+        router, tokens = router_of(rows, **options, router_renormalized=renormalized)
+        router.bias = torch.nn.Parameter(torch.tensor([0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.1]))
+        experts, weights, *_ = router(tokens)
+        # Sums of scores and biases: .88 + .77, .62 + .6, .12 + .05, .73 + .12: the first two groups.
+        assert experts.tolist() == [[0, 1, 2]]
+        p = torch.tensor([2.0, -1.0, 0.5]).double().sigmoid()
+        wanted = 2.5 * (p / p.sum() if renormalized else p)
+        torch.testing.assert_close(weights[0].double(), wanted, rtol=1e-6, atol=0)
+
+
+def test_a_step_moves_a_bias_by_the_load_of_the_whole_batch() -> None:
+    """Over microbatches and replicas, in 16 bits too; neither evaluation nor a layer computed again counts, no norm of
+    gradients knows of it, and frozen it stays."""
+    config = CONFIG.replace(router_scores="sigmoid", router_bias=True)
+    text = torch.randint(40, (8, 13), generator=torch.Generator().manual_seed(5))
+    model = Transformer(config, seed=1, dtype=torch.float64)
+    counts: list[torch.Tensor] = []
+    blocks = [layer.mlp for layer in model.layers if isinstance(layer.mlp, Experts)]
+    for block in blocks:
+        block.router.register_forward_hook(lambda module, args, routing: counts.append(routing.counts_X))
+    loss(model(text[:, :-1]), text[:, 1:]).backward()
+    wanted = [(0.25 * (count.double().mean() - count)).sign() for count in counts]
+    assert any(len(set(each.tolist())) > 1 for each in wanted)
+    squares = [p.grad.square().sum() for n, p in model.named_parameters() if p.grad is not None and "bias" not in n]
+    norm = float(torch.stack(squares).sum().sqrt())
+
+    def stepped(comm: Communicator, precision: Precision, frozen: bool = False, **plan: Any) -> list[Any]:
+        layout = ParallelPlan(precision=precision, **plan)
+        here = Transformer(config, seed=1, dtype=stored_dtype(precision))
+        if frozen:
+            for name, parameter in here.named_parameters():
+                parameter.requires_grad_("bias" not in name)
+        laid = lay(here, Mesh(comm, **layout.axes), layout)
+        optimizer = Optimizer(OptimizerConfig(balance_rate=0.25), laid.gradients.stepped, precision)
+        mine = text.chunk(layout.dp)[laid.mesh.dp.index].chunk(2)
+        laid.module.eval()
+        laid.loss(mine[0][:, :-1], mine[0][:, 1:])
+        laid.module.train()
+        laid.passes([StepPiece(part[:, :-1], part[:, 1:], 0) for part in mine])
+        done = laid.gradients.finish(0.5)
+        optimizer.step(0.01)
+        laid.gradients.updated()
+        biases = {name: value for name, value in laid.module.named_parameters() if name.endswith("router.bias")}
+        return [float(done.norm), *biases.values()]
+
+    for precision, plan in (
+        ("fp64", {}), ("fp64", {"dp": 2, "ep": 2, "recompute": "full"}), ("fp64", {"dp": 2, "zero": 2}),
+        ("fp64", {"tp": 2}), ("bf16-master", {"dp": 2, "zero": 1}), ("bf16-master", {}),
+    ):  # fmt: skip
+        ranks = plan.get("dp", 1) * plan.get("tp", 1)
+        for done, *biases in run_threads(ranks, lambda comm, how=precision, plan=plan: stepped(comm, how, **plan)):
+            assert done == pytest.approx(norm, rel=1e-10 if precision == "fp64" else 0.1)
+            for bias, sign in zip(biases, wanted, strict=True):
+                assert bias.dtype is (torch.float64 if precision == "fp64" else torch.float32)
+                if precision == "fp64":  # in 16 bits some tokens pick another expert
+                    assert torch.equal(bias.double(), 0.25 * sign)
+                assert set(bias.abs().tolist()) <= {0.0, 0.25}
+    assert not any(bias.any() for bias in run_threads(1, lambda comm: stepped(comm, "fp64", frozen=True))[0][1:])
 
 
 def test_close_scores_are_told_apart_under_autocast() -> None:
@@ -201,6 +270,7 @@ def test_flops_are_of_the_experts_that_a_token_passes() -> None:
         ("llama-3-70b", 8192, 449.1),
         ("qwen3-30b-a3b", 4096, 23.01),
         ("qwen3-235b-a22b", 4096, 148.0),
+        ("deepseek-v3", 4096, 249.7),
     ],
 )
 def test_flops_per_token_are_those_that_published_tables_imply(name: str, context: int, published: float) -> None:
@@ -365,7 +435,8 @@ def test_runs_with_experts_shared_out_go_on_in_any_layout(tmp_path: Path) -> Non
     text.write_text("".join(f"line {number}: jumps over {number * 7} dogs\n" for number in range(300)))
     sets = (
         "model.layers=2,model.width=16,model.heads=4,model.kv_heads=2,model.mlp_width=24,model.context=16,"
-        "model.experts=4,model.balance_loss=0.1,model.dense_layers=[0],train.steps=4,train.batch=8,checkpoint.every=2,"
+        "model.experts=4,model.balance_loss=0.1,model.dense_layers=[0],model.router_scores=sigmoid,"
+        "model.router_bias=true,optimizer.balance_rate=0.02,train.steps=4,train.batch=8,checkpoint.every=2,"
         "evaluate.every=2,evaluate.sequences=5,sample.tokens=3,optimizer.lr=0.01,train.device=cpu,plan.precision=fp64,"
         f"train.trace_steps=0,data.source={text}"
     )
@@ -381,7 +452,12 @@ def test_runs_with_experts_shared_out_go_on_in_any_layout(tmp_path: Path) -> Non
                 lambda comm: train_here(config, folder, comm, resume=number > 0, stop_after=stop),  # noqa: B023
             )
         steps = [line for line in latest(folder) if line["kind"] == "step"]
-        return [line[key] for line in steps for key in ("loss", "norm", "held_out") if key in line]
+        block = load_served(folder).model.layers[1].mlp
+        assert isinstance(block, Experts)
+        assert block.router.bias is not None
+        biases = block.router.bias.tolist()
+        assert any(biases)
+        return biases + [line[key] for line in steps for key in ("loss", "norm", "held_out") if key in line]
 
     alone = losses(tmp_path / "alone", ("dp=1", ""))
     spread = ("dp=4,ep=2", "plan.zero=2")

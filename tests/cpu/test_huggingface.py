@@ -106,6 +106,12 @@ CASES = {
     "deepseek-v2-equal": ("deepseek_v2", DEEPSEEK | {"first_k_dense_replace": 0, "v_head_dim": 12,
                                                      "n_shared_experts": 1, "rms_norm_eps": 1e-3,
                                                      "tie_word_embeddings": True}),
+    "deepseek-v2-groups": ("deepseek_v2", DEEPSEEK | {"q_lora_rank": 10, "topk_method": "group_limited_greedy",
+                                                      "n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.7}),
+    "deepseek-v3": ("deepseek_v3", DEEPSEEK | {"q_lora_rank": 10, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
+                                               "n_shared_experts": 1, "num_key_value_heads": 6}),
+    "deepseek-v3-plain": ("deepseek_v3", DEEPSEEK | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False,
+                                                     "routed_scaling_factor": 1.0, "num_key_value_heads": 6}),
     "olmoe": ("olmoe", LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": None,
                                 "eos_token_id": None}),
 }  # fmt: skip
@@ -144,6 +150,13 @@ OURS = {
     "olmoe": ModelConfig(**_LLAMA, experts=4, experts_per_token=1, qk_norm="full"),
     "deepseek_v2": ModelConfig(**_LLAMA, head_width=6, rotary_fraction=1 / 3, latent_width=10, value_width=5,
                                experts=4, mlp_width=12, shared_width=24, router_renormalized=False),
+    "deepseek_v2-groups": ModelConfig(**_LLAMA, head_width=6, rotary_fraction=1 / 3, latent_width=10, value_width=5,
+                                      query_latent_width=8, experts=6, router_groups=3, router_groups_per_token=1,
+                                      router_scale=2.0, mlp_width=12, shared_width=24, router_renormalized=False),
+    "deepseek_v3": ModelConfig(**_LLAMA, head_width=6, rotary_fraction=1 / 3, latent_width=10, value_width=5,
+                               query_latent_width=8, experts=8, router_groups=4, router_groups_per_token=2,
+                               router_scale=1.5, router_scores="sigmoid", router_bias=True, mlp_width=12,
+                               shared_width=12, dense_layers=(0,), dense_width=20),
 }  # fmt: skip
 
 
@@ -163,7 +176,8 @@ def lively(model: nn.Module) -> nn.Module:
     """Every parameter matters: biases are not 0, norms not 1, attention not flat."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
-        for parameter in model.parameters():
+        of_routers = [each for name, each in model.named_buffers() if name.endswith("e_score_correction_bias")]
+        for parameter in (*model.parameters(), *of_routers):
             parameter += 0.3 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
     return model.eval()
 
@@ -243,14 +257,27 @@ class Router64(nn.Module):
 
     def __init__(self, router: Any) -> None:
         super().__init__()
+        kind = type(router).__name__
         self.weight, self.picked = router.weight, router.top_k
-        self.renormalizes = getattr(router, "norm_topk_prob", "Deepseek" not in type(router).__name__)  # Mixtral always
+        self.renormalizes = getattr(router, "norm_topk_prob", "Deepseek" not in kind)  # Mixtral always
+        self.bias = getattr(router, "e_score_correction_bias", None)
+        self.scale = getattr(router, "routed_scaling_factor", 1.0)
+        is_limited = self.bias is not None or getattr(router, "topk_method", "") == "group_limited_greedy"
+        self.groups = (router.num_group, router.topk_group) if is_limited else (1, 1)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         scores = x.reshape(-1, x.shape[-1]) @ self.weight.T
-        likeliest, which = torch.softmax(scores, -1).sort(-1, descending=True)
-        likeliest, which = likeliest[:, : self.picked], which[:, : self.picked]
-        return scores, likeliest / likeliest.sum(-1, keepdim=True) if self.renormalizes else likeliest, which
+        each = torch.softmax(scores, -1) if self.bias is None else torch.sigmoid(scores)
+        chosen = []
+        for token in each if self.bias is None else each + self.bias:
+            groups = token.view(self.groups[0], -1)
+            strength = [float(group.sort().values[-1 if self.bias is None else -2 :].sum()) for group in groups]
+            best = sorted(range(len(groups)), key=lambda place: -strength[place])[: self.groups[1]]
+            inside = [place * groups.shape[1] + at for place in best for at in range(groups.shape[1])]
+            chosen.append(sorted(inside, key=lambda expert: -float(token[expert]))[: self.picked])
+        which = torch.tensor(chosen)
+        weights = each.gather(-1, which)
+        return scores, self.scale * (weights / weights.sum(-1, keepdim=True) if self.renormalizes else weights), which
 
 
 def attend64(
@@ -376,7 +403,7 @@ def test_deepseek_scales_scores_where_yarn_stretched_them(transformers: Any, tmp
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_their_defaults_are_ours(transformers: Any, name: str) -> None:
     """A key that config.json leaves out means what it means to them."""
-    said = {"q_lora_rank": None, "num_experts_per_tok": 6} if name == "deepseek_v2" else {}  # else not of Lite's shape
+    said = {"num_experts_per_tok": 6} if name == "deepseek_v2" else {}  # else they have none
     written = transformers.AutoConfig.for_model(name, **said).to_dict()
     sizes = {"model_type", "tie_word_embeddings", *families.FAMILIES[name].sizes.values()}
     short = {key: value for key, value in written.items() if key in sizes | set(said)}
@@ -394,7 +421,8 @@ def test_what_is_saved_is_read_back_bit_for_bit(case: str, dtype: torch.dtype, t
     read = huggingface.load(tmp_path)
     assert read.config == model.config
     for key, value in model.state_dict().items():
-        assert (read.state_dict()[key].dtype, read.state_dict()[key].is_contiguous()) == (dtype, True)
+        kept = torch.promote_types(dtype, torch.float32) if key.endswith("router.bias") else dtype
+        assert (read.state_dict()[key].dtype, read.state_dict()[key].is_contiguous()) == (kept, True)
         assert torch.equal(read.state_dict()[key], value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
     streamed = dict(huggingface.read_parameters(tmp_path))

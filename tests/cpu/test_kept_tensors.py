@@ -46,6 +46,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3": GEMMA,
     "mixtral": LLAMA | {"experts": 4},
     "latent": LLAMA | LATENT,
+    "queries' latent": LLAMA | LATENT | {"query_latent_width": 14},
+    "sigmoids": LLAMA | SHARED | {"router_scores": "sigmoid", "router_bias": True},
+    "groups": LLAMA
+    | {"experts": 6, "router_scores": "sigmoid", "router_scale": 2.5, "router_groups": 3, "router_groups_per_token": 2},
     "qwen2_moe": LLAMA | SHARED,
     "some layers without experts": LLAMA | SHARED | {"dense_layers": (0, 2), "dense_width": 40},
     "shared alone": LLAMA | SHARED | {"shared_gate": False, "experts_per_token": 1, "router_renormalized": True},

@@ -33,9 +33,11 @@ def test_logits_and_gradients_are_the_papers(name: str) -> None:
     theirs = papers.logits(config, weights, tokens[:4])
     papers.mean_loss(theirs, targets[:4], IGNORED).backward()
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12 * float(theirs.detach().abs().max()))
-    size = max(float(value.grad.norm()) for value in weights.values())
+    gradients = {key: torch.zeros_like(value) if value.grad is None else value.grad for key, value in weights.items()}
+    assert all(key.endswith("router.bias") for key, value in weights.items() if value.grad is None)
+    size = max(float(gradient.norm()) for gradient in gradients.values())
     for key, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, weights[key].grad, rtol=0, atol=1e-12 * size, msg=f"{name}: {key}")
+        torch.testing.assert_close(parameter.grad, gradients[key], rtol=0, atol=1e-12 * size, msg=f"{name}: {key}")
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3", "gemma3_text", "gemma2"])
@@ -62,7 +64,7 @@ def test_every_family_and_every_setting_is_among_them() -> None:
         choices = {
             "norm": model_config.Norm, "norm_place": model_config.NormPlace, "positions": model_config.Positions,
             "activation": model_config.Activation, "qk_norm": model_config.HeadNorm,
-            "rotary_scaling": model_config.RotaryScaling,
+            "rotary_scaling": model_config.RotaryScaling, "router_scores": model_config.RouterScores,
         }  # fmt: skip
         if field.name in choices:
             assert values == {*get_args(choices[field.name])}, field.name
@@ -91,7 +93,7 @@ def test_scaled_waves_are_shorter_longer_and_in_between() -> None:
 def test_the_reference_shares_no_line_with_the_model() -> None:
     """And is short enough to be read beside the papers."""
     source = inspect.getsource(papers)
-    assert len(source.splitlines()) <= 245
+    assert len(source.splitlines()) <= 275
     assert re.findall(r"^(?:from|import) (tilemesh\S*)", source, re.M) == ["tilemesh.model.config"]
 
     def lines(text: str) -> set[str]:

@@ -23,6 +23,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                                     "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7,
                                     "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
                                     "moe_intermediate_size": 20, "first_k_dense_replace": 1}),
+    "deepseek_v3": ("deepseek_v3", {"num_key_value_heads": 4, "head_dim": 4, "kv_lora_rank": 10, "q_lora_rank": 9,
+                                    "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7,
+                                    "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2,
+                                    "n_group": 4, "topk_group": 2, "moe_intermediate_size": 20,
+                                    "first_k_dense_replace": 1}),
     "yarn": ("llama", {"rope_parameters": _YARN | {"mscale": 1.2, "mscale_all_dim": 0.4}}),
 }  # fmt: skip
 PROMPTS = [[5, 6, 7, 8] * 5, [*[5, 6, 7, 8] * 5, 9], [1], [3, 20, 58] * 9, list(range(2, 58))]

@@ -27,6 +27,7 @@ GATED: tuple[Activation, ...] = ("swiglu", "geglu")
 Biases = bool | Literal["qkv", "attention", "mlp"]
 HeadNorm = Literal["none", "head", "full"]
 RotaryScaling = Literal["none", "linear", "llama3", "yarn"]
+RouterScores = Literal["softmax", "sigmoid"]
 
 _SWIGLU_MULTIPLE = 256  # Llama rounds the MLP's width up to this
 
@@ -110,6 +111,9 @@ class ModelConfig:
     latent_width: Annotated[int, Range(0, 1_000_000)] = 0
     """Latent attention (DeepSeek-V2): keys and values of all heads are made of one latent of this width, normalized;
     the part of keys that is turned is made beside it, one for all heads; 0: of the residual stream."""
+    query_latent_width: Annotated[int, Range(0, 1_000_000)] = 0
+    """With a latent, queries of all heads are made of another one of this width, normalized; 0: of the residual
+    stream."""
     value_width: Annotated[int, Range(0, 1_000_000)] = 0
     """With a latent, width of a head of values, at most head_width; 0: as wide as queries and keys."""
     score_cap: Annotated[float, Range(0)] = 0.0
@@ -127,6 +131,18 @@ class ModelConfig:
     router_renormalized: bool = True
     """Whether the weights of a token's experts, probabilities of a softmax over all experts, are divided by their sum,
     so that they add up to 1 (Mixtral); equal to a softmax over the experts that were picked."""
+    router_scores: RouterScores = "softmax"
+    """What makes a router's products the scores of experts: a softmax over all of them, or of each its sigmoid
+    (DeepSeek-V3)."""
+    router_bias: bool = False
+    """Whether experts are picked by their scores plus a bias of each, which weighs nothing; training moves it by
+    optimizer.balance_rate, up where an expert is picked less than the mean and down where more (DeepSeek-V3)."""
+    router_groups: Annotated[int, Range(1, 100_000)] = 1
+    """A token picks among the experts of some of so many groups alone, neighbours, such as those of one node."""
+    router_groups_per_token: Annotated[int, Range(1, 100_000)] = 1
+    """How many groups a token picks: those with the best expert, or with sigmoid scores the best two."""
+    router_scale: Annotated[float, Range(0, above=True)] = 1.0
+    """What the weights of a token's experts are multiplied by."""
     shared_width: Annotated[int, Range(0, 100_000_000)] = 0
     """In layers with experts, the hidden width of an MLP that all tokens pass beside them, a shared expert (of several,
     the sum); 0: there is none."""
@@ -173,8 +189,9 @@ class ModelConfig:
 
     def _check_latent(self) -> None:
         if not self.latent_width:
-            if self.value_width:
-                raise UsageError(f"value_width {self.value_width} without a latent: set model.latent_width")
+            for name in ("value_width", "query_latent_width"):
+                if value := getattr(self, name):
+                    raise UsageError(f"{name} {value} without a latent: set model.latent_width")
             return
         if self.value_width > self.head_width:
             raise UsageError(f"value_width is {self.value_width}: expected at most the head's {self.head_width}")
@@ -195,14 +212,20 @@ class ModelConfig:
             raise UsageError(f"full_layers names layer {max(self.full_layers)}: expected 0 to {self.layers - 1}")
         if self.norm_offset and self.norm != "rmsnorm":
             raise UsageError(f"norm_offset with {self.norm}: only the weights of an rmsnorm are stored less 1")
-        if self.experts_per_token > self.experts:
+        picked = self.experts_per_token
+        if picked > self.experts:
             raise UsageError(
-                f"{self.experts_per_token} experts_per_token of {self.experts} experts: set model.experts to at least "
-                "as many"
+                f"{picked} experts_per_token of {self.experts} experts: set model.experts to at least as many"
             )
         for name in _OF_EXPERTS:
             if not self.experts and getattr(self, name) != getattr(ModelConfig, name):
                 raise UsageError(f"{name} without experts: set model.experts, or leave {name} out")
+        groups, among = self.router_groups, self.router_groups_per_token
+        if self.experts and (self.experts % groups or among > groups or self.experts // groups * among < picked):
+            raise UsageError(
+                f"{among} of {groups} router_groups of {self.experts} experts, of which a token picks {picked}: "
+                "expected groups of one size, and as many experts in those that a token picks"
+            )
         if self.shared_gate and not self.shared_width:
             raise UsageError("shared_gate without a shared expert: set model.shared_width, or leave shared_gate out")
         if self.dense_width and not self.dense_layers:
@@ -309,8 +332,8 @@ class ModelConfig:
 
 _BIASES: Mapping[str, tuple[str, ...]] = {"qkv": ("qkv",), "attention": ("qkv", "output"), "mlp": ("mlp",)}
 _OF_EXPERTS = (
-    "router_renormalized", "shared_width", "shared_gate", "dense_layers", "dense_width", "balance_loss",
-    "router_z_loss",
+    "router_renormalized", "router_scores", "router_bias", "router_groups", "router_groups_per_token", "router_scale",
+    "shared_width", "shared_gate", "dense_layers", "dense_width", "balance_loss", "router_z_loss",
 )  # fmt: skip
 """Settings that say something where there are experts alone."""
 EXPERT_FIELDS = frozenset(("experts", "experts_per_token", *_OF_EXPERTS))
@@ -361,6 +384,14 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "norm_epsilon": 1e-6, "experts": 64, "experts_per_token": 6, "router_renormalized": False,
         "shared_width": 2816, "dense_layers": (0,), "dense_width": 10944, **_LLAMA,
     },
+    # DeepSeek-AI 2024 (2412.19437), section 4.2, and config.json, with the frequencies of its first 4,096 tokens.
+    "deepseek-v3": {
+        "layers": 61, "width": 7168, "heads": 128, "mlp_width": 2048, "vocabulary": 129280, "context": 4096,
+        "norm_epsilon": 1e-6, "head_width": 192, "rotary_fraction": 1 / 3, "latent_width": 512,
+        "query_latent_width": 1536, "value_width": 128, "experts": 256, "experts_per_token": 8,
+        "router_scores": "sigmoid", "router_bias": True, "router_groups": 8, "router_groups_per_token": 4,
+        "router_scale": 2.5, "shared_width": 2048, "dense_layers": (0, 1, 2), "dense_width": 18432, **_LLAMA,
+    },
     # "Qwen3 Technical Report", table 2, and config.json.
     "qwen3-30b-a3b": {
         "layers": 48, "width": 2048, "heads": 32, "kv_heads": 4, "mlp_width": 768, **_QWEN3_MOE,
@@ -397,6 +428,7 @@ def before_experts(model: ModelConfig) -> ModelConfig:
     """The model whose MLP each expert of this one may begin as a copy of, with the same logits; UsageError where they
     would be others."""
     reasons = ["model.router_renormalized=true"] * (not model.router_renormalized)
+    reasons += ["model.router_scale=1"] * (model.router_scale != 1)
     reasons += ["model.shared_width=0"] * bool(model.shared_width)
     reasons += ["model.dense_width=0"] * (model.dense_width not in (0, model.mlp_width))
     if reasons:

@@ -24,6 +24,8 @@ from tilemesh.kernels.routing.reference import permute_rows, route_tokens, unper
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.row_blocks import in_row_blocks
 
+EXCESS_SIZE = 2.0**-60
+"""Of a pick in the gradient of a router's bias: sums of such numbers are exact as those of whole numbers are."""
 Computation = Callable[[Tensor, Tensor], Tensor]
 """From rows ordered by expert, and how many each expert takes, to the results."""
 
@@ -56,7 +58,7 @@ class Routing(NamedTuple):
     experts_NC: Tensor
     weights_NC: Tensor
     scores_NX: Tensor
-    """What they were picked by."""
+    """The logarithms of what they were picked by, but for a constant of each token, a bias and groups."""
     slots_NC: Tensor
     """Where each token's rows lie among those of all experts, which are ordered by expert; of one expert by token."""
     counts_X: Tensor
@@ -93,12 +95,23 @@ class RoutedOutput(NamedTuple):
 
 class Router(nn.Module):
     """A score of every expert for every token: the likeliest are picked. In float32 at least, as all routing is: of two
-    experts that are close, 16 bits would pick another."""
+    experts that are close, 16 bits would pick another.
+
+    Sigmoids are taken as softmaxes over their logarithms: what is divided by the sum of a token's experts is the same,
+    and so is what DeepSeek-V3's loss of balance divides by the sum of all.
+    """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.experts, config.width, device="meta", dtype=dtype))
+        self.bias: nn.Parameter | None = None
+        """Of the experts' scores, where they are picked; in float32 at least: its steps are small."""
+        if config.router_bias:
+            wide = torch.promote_types(self.weight.dtype, torch.float32)
+            self.bias = nn.Parameter(torch.empty(config.experts, device="meta", dtype=wide))
+        self.copies = 1
+        """Ranks that route the same tokens, and whose gradients are added up."""
         self.product: Callable[[Tensor, Tensor], Tensor] = functional.linear
         self.in_blocks = False
         self.in_turn = False
@@ -111,14 +124,38 @@ class Router(nn.Module):
         experts of the first, and both must keep the same tensors: experts are chosen before they are weighed."""
         options: dict[str, Any] = {"picked": self.config.experts_per_token}
         options["renormalized"] = self.config.router_renormalized
-        scores_NX = in_row_blocks(self._scores, x_ND) if self.in_blocks else self._scores(x_ND)
+        scores_NX, config = in_row_blocks(self._scores, x_ND) if self.in_blocks else self._scores(x_ND), self.config
         if experts_NC is None and self.in_turn:
-            picks = torch.arange(len(x_ND) * self.config.experts_per_token, device=x_ND.device)
-            experts_NC = picks.view(len(x_ND), -1) % self.config.experts
+            picks = torch.arange(len(x_ND) * config.experts_per_token, device=x_ND.device)
+            experts_NC = picks.view(len(x_ND), -1) % config.experts
+        elif experts_NC is None and (self.bias is not None or config.router_groups > 1):
+            experts_NC = self._pick(scores_NX.detach())
         elif repeats and experts_NC is None:
             experts_NC = route_tokens(scores_NX.detach(), **options)[1]
         weights_NC, experts_NC, slots_NC, counts_X = route_tokens(scores_NX, experts_NC, **options)
+        if config.router_scores == "sigmoid" and not config.router_renormalized:
+            weights_NC = weights_NC * scores_NX.exp().sum(-1, keepdim=True)
+        if config.router_scale != 1:
+            weights_NC = weights_NC * config.router_scale
+        if self.bias is not None and self.training and torch.is_grad_enabled():
+            function: Any = _Excess
+            weights_NC = function.apply(weights_NC, self.bias, counts_X, 1 / self.copies)
         return Routing(experts_NC, weights_NC, scores_NX, slots_NC, counts_X)
+
+    @torch.no_grad()
+    def _pick(self, scores_NX: Tensor) -> Tensor:
+        """The experts of each token, where a bias or groups have a say."""
+        config, is_sigmoid = self.config, self.config.router_scores == "sigmoid"
+        by_NX = scores_NX.exp() if is_sigmoid else scores_NX.softmax(-1)
+        if self.bias is not None:
+            by_NX = by_NX + self.bias.to(by_NX.dtype)
+        if config.router_groups_per_token < config.router_groups:
+            by_NGE = by_NX.view(len(by_NX), config.router_groups, -1)
+            best_NG = by_NGE.topk(min(1 + is_sigmoid, by_NGE.shape[-1]), -1).values.sum(-1)
+            groups_NP = best_NG.topk(config.router_groups_per_token, -1).indices
+            out_NG = torch.ones_like(best_NG, dtype=torch.bool).scatter_(-1, groups_NP, False)
+            by_NX = by_NGE.masked_fill(out_NG[..., None], -torch.inf).flatten(1)
+        return by_NX.topk(config.experts_per_token, -1).indices
 
     def compute_by(self, product: Callable[[Tensor, Tensor], Tensor], in_blocks: bool) -> None:
         """Another product than torch's, or blocks of tokens of one shape."""
@@ -127,7 +164,8 @@ class Router(nn.Module):
     def _scores(self, x_ND: Tensor) -> Tensor:
         wide = torch.promote_types(x_ND.dtype, torch.float32)
         with torch.autocast(x_ND.device.type, enabled=False):
-            return self.product(x_ND.to(wide), self.weight.to(wide))
+            scores_NX = self.product(x_ND.to(wide), self.weight.to(wide))
+        return functional.logsigmoid(scores_NX) if self.config.router_scores == "sigmoid" else scores_NX
 
     def loss(self, routing: Routing, counted_BT: Tensor, choice: ExpertChoice | None = None) -> Tensor:
         """What training adds to the loss of the tokens that count: `balance_loss` and `router_z_loss`, summed.
@@ -153,6 +191,25 @@ class Router(nn.Module):
         likely_BX = (scores_BTX.softmax(-1) * weights_BT[..., None]).sum(1)
         evenness_B = (picked_BX * likely_BX).sum(-1) / counts_B.clamp(min=1)
         return total + config.balance_loss * config.experts / config.experts_per_token * evenness_B.sum()
+
+
+class _Excess(torch.autograd.Function):
+    """Nothing forward; backward the gradient of a router's bias: by expert, how much more than the mean it was picked,
+    times the number of experts, which is whole.
+
+    So it is exchanged, added up over microbatches and ranks, and cut as any gradient is, and its sign, which moves the
+    bias, is that over the whole batch. It is too small to count in the norm of all gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weights_NC: Tensor, bias_X: Tensor, counts_X: Tensor, part: float) -> Tensor:
+        ctx.counts_X, ctx.dtype, ctx.part = counts_X, bias_X.dtype, part
+        return weights_NC.view_as(weights_NC)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        excess_X = ctx.counts_X * len(ctx.counts_X) - ctx.counts_X.sum()
+        return grad, excess_X.to(ctx.dtype) * (EXCESS_SIZE * ctx.part), None, None
 
 
 class TokenGate(nn.Module):

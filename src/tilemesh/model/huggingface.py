@@ -24,6 +24,7 @@ from tilemesh.core.files import ensure_folder, read_json_object, replacing, writ
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.families.book import CONFIG, FAMILIES, QUANTIZATION, entries, family_of, read_config, to_json
 from tilemesh.model.families.carried import copy_carried, special_ids
+from tilemesh.model.families.deepseek import SELECTING
 from tilemesh.model.families.family import Entry
 from tilemesh.model.fresh import give_memory
 from tilemesh.model.linear import MatrixKind
@@ -311,9 +312,10 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _only_dtype(folder: Path, stored: Mapping[str, Stored], compressed: CompressedFolder | None) -> torch.dtype:
-    """Of plain weights."""
+    """Of plain weights; the bias that a router selects by is in float32 beside narrow ones."""
     coded = set() if compressed is None else set(compressed.tensors())
-    dtypes = sorted({tensor.dtype for name, tensor in stored.items() if name not in coded})
+    plain = (name for name in stored if name not in coded and not name.endswith(SELECTING))
+    dtypes = sorted({stored[name].dtype for name in plain})
     if len(dtypes) > 1:
         raise UsageError(f"{folder} holds tensors of {' and '.join(dtypes)}: say which to compute in with dtype=")
     return _DTYPES[dtypes[0]]

@@ -99,9 +99,15 @@ class Attention(nn.Module):
         width, kv_width, biases = config.width, config.kv_width, config.has_biases("qkv")
         self.config, self.layer, self.window = config, layer, config.window_of(layer)
         self.implementation = kernels.attention
-        self.fc_q = Linear(width, config.query_width, biases, device="meta", dtype=dtype)
+        self.fc_query_latent: Linear | None = None
+        self.query_latent_norm: ResidualNorm | None = None
         self.fc_latent: Linear | None = None
         self.latent_norm: ResidualNorm | None = None
+        queries = config.query_latent_width or width
+        if config.query_latent_width:
+            self.fc_query_latent = Linear(width, queries, False, device="meta", dtype=dtype)
+            self.query_latent_norm = ResidualNorm(queries, "rmsnorm", LATENT_EPSILON, TORCH, dtype)
+        self.fc_q = Linear(queries, config.query_width, biases, device="meta", dtype=dtype)
         if latent := config.latent_width:
             self.fc_latent = Linear(width, latent + config.rotary_width, False, device="meta", dtype=dtype)
             self.latent_norm = ResidualNorm(latent, "rmsnorm", LATENT_EPSILON, TORCH, dtype)
@@ -114,8 +120,14 @@ class Attention(nn.Module):
         self.k_norm = head_norm_of(config, config.kv_heads, dtype)
 
     def forward(self, x_BTD: Tensor, now: Pass) -> Tensor:
-        q = self.fc_q(x_BTD)
-        return self.attend(q, *self.keys_and_values(x_BTD), now)
+        return self.attend(self.queries(x_BTD), *self.keys_and_values(x_BTD), now)
+
+    def queries(self, x_BTD: Tensor) -> Tensor:
+        """(B, T, heads x E)"""
+        if self.fc_query_latent is not None and self.query_latent_norm is not None:
+            x_BTD = self.query_latent_norm(self.fc_query_latent(x_BTD))[0]
+        q: Tensor = self.fc_q(x_BTD)
+        return q
 
     def keys_and_values(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """Each (B, T, heads x E). Of a latent: keys begin with the part that all heads share, values end with zeros."""

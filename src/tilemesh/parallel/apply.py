@@ -148,9 +148,10 @@ def _cut(
     _cut_parameters(model, shards, device, together=plan.zero < 3 and "weights" not in plan.offloads)
     if mesh.tp.size > 1:
         _cut_modules(model, splits, seams)
-    if seams.context is not None:
-        for module in model.modules():
-            if isinstance(module, Router):
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.copies = plan.tp
+            if seams.context is not None:
                 module.over_sequences = SequenceCounts(seams.context)
     return shards
 

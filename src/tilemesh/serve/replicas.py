@@ -34,6 +34,8 @@ T = TypeVar("T")
 
 
 class Replicas:
+    """`Replicas("runs/…", 2)`: engines that share the requests; with `ep=2` and experts, the experts too."""
+
     def __init__(
         self,
         source: str | Path,

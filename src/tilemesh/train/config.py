@@ -68,6 +68,9 @@ class OptimizerConfig:
     the first pattern that matches a name counts, and weight_decay where none does."""
     clip: Annotated[float, Range(0)] = 1.0
     """Largest norm of the whole model's gradient, which is scaled down to it; 0: gradients are not clipped."""
+    balance_rate: Annotated[float, Range(0)] = 1e-3
+    """How far a step moves the bias of a router (model.router_bias), whose weight decay, learning rate and schedule are
+    none of the others'."""
     fused: bool | None = None
     """Whether one kernel updates all weights, where torch has one; none: decided by the device."""
 

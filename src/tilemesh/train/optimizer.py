@@ -89,7 +89,9 @@ class Optimizer:
         """What is remembered of each parameter."""
         self.parameters = {name: tensor for name, (tensor, _) in trained.items()}
         is_ours = is_stepped_by_kernels(kernels, config, self.parameters)
-        self.mastered = frozenset(self.parameters if precision in MASTERED else narrowed if is_ours else ())
+        rule = {name: rule_of(config, name, self.shards[name].whole) for name in self.parameters}
+        masters = {name for name in self.parameters if rule[name] != "sign"} if precision in MASTERED else narrowed
+        self.mastered = frozenset(masters if precision in MASTERED or is_ours else ())
         """Parameters of 16 bits, whose float32 masters are what is stepped."""
         self.stepped: dict[str, nn.Parameter] = {
             name: nn.Parameter(value.detach().float()) if name in self.mastered else value
@@ -104,14 +106,15 @@ class Optimizer:
             is_fused = all(value.device.type in ("cpu", "cuda") for value in self.stepped.values())
 
         decay = {name: decay_of(config, name, self.shards[name].whole) for name in self.stepped}
-        rule = {name: rule_of(config, name, self.shards[name].whole) for name in self.stepped}
         self.is_ours = is_ours
         """Whether tilemesh's kernels step the parameters."""
         self.groups: list[UpdateGroup | KernelUpdate] = []
         if is_ours:
-            self.groups = [KernelUpdate(config, self.parameters, self.stepped, decay, kernels)]
-        else:
-            self.groups = [*self._grouped(decay, rule, is_fused, matrices)]
+            by_kernels = {name: value for name, value in self.parameters.items() if rule[name] == config.name}
+            wide = {name: self.stepped[name] for name in by_kernels}
+            self.groups = [KernelUpdate(config, by_kernels, wide, decay, kernels)]
+            rule = {name: word for name, word in rule.items() if name not in by_kernels}
+        self.groups += self._grouped(decay, rule, is_fused, matrices)
 
     def _grouped(
         self, decay: Mapping[str, float], rule: Mapping[str, str], is_fused: bool, matrices: MatrixGroup | None
@@ -119,9 +122,9 @@ class Optimizer:
         """Parameters with one rule and one decay. With masters each alone: its float32 gradient lives only while it is
         stepped; but matrices of which ranks hold parts by rounds of their exchange."""
         names: dict[tuple[str, str, float, bool], list[str]] = {}
-        for name in self.stepped:
+        for name in rule:
             is_cut = rule[name] == "muon" and bool(self.shards[name].cuts)
-            alone = name if self.mastered and not is_cut else ""
+            alone = name if name in self.mastered and not is_cut else ""
             names.setdefault((alone, rule[name], decay[name], is_cut), []).append(name)
         for (_, _, _, is_cut), together in names.items():
             rounds: Iterable[MatrixRound | None] = [None]
@@ -184,6 +187,9 @@ class Optimizer:
                 group.step(rate, divisor)
             return
         for group in self.groups:
+            if isinstance(group, UpdateGroup) and group.rule == "sign":  # in float32 themselves
+                group.step(rate, None)
+                continue
             for name, master in group.parameters.items():
                 gradient = self.parameters[name].grad
                 assert gradient is not None

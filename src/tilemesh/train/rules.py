@@ -2,7 +2,8 @@
 
 The one idea: a rule is per element (AdamW, SGD, Lion), so it works on any shard of a parameter, or it needs the whole
 matrix (Muon), whose parts ranks then exchange (`parallel/matrices.py`). Muon steps the matrices of layers; embedding
-tables, the output projection, norms and biases are stepped by AdamW in the same run.
+tables, the output projection, norms and biases are stepped by AdamW in the same run. The bias of a router moves by the
+sign of its gradient, whatever the optimizer.
 """
 
 from __future__ import annotations
@@ -20,14 +21,18 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "sgd": ("momentum_buffer",),
     "lion": ("exp_avg",),
     "muon": ("momentum_buffer",),
+    "sign": (),
 }
 """What each rule remembers of a parameter, in the parameter's shape."""
 
 _DECAY = Range(0)
+_BALANCED = ".router.bias"
 
 
 def rule_of(config: OptimizerConfig, name: str, shape: Sequence[int]) -> str:
     """Which rule steps the parameter of this name and shape, uncut."""
+    if name.endswith(_BALANCED):
+        return "sign"
     if config.name != "muon":
         return config.name
     return "muon" if len(shape) == 2 and name.startswith("layers.") else "adamw"
@@ -46,6 +51,8 @@ def decays(shape: Sequence[int]) -> bool:
 
 def decay_of(config: OptimizerConfig, name: str, shape: Sequence[int]) -> float:
     """Weight decay of a parameter: that of the first pattern which matches its name, else that of all matrices."""
+    if rule_of(config, name, shape) == "sign":
+        return 0.0
     for pattern, decay in decay_patterns(config):
         if fnmatchcase(name, pattern):
             return decay

@@ -46,13 +46,17 @@ class UpdateGroup:
 
     def __post_init__(self) -> None:
         self.rule = self.rule or self.config.name
-        self.is_fused = self.is_fused and self.rule in ("adamw", "sgd")  # torch has no fused function for the others
+        # torch has no fused function for the others; a sign is the same whatever a gradient is divided by
+        self.is_fused = self.rule == "sign" or (self.is_fused and self.rule in ("adamw", "sgd"))
 
     def step(self, rate: float | Tensor, divisor: Tensor | None) -> None:
         """Move the parameters that have a gradient; the fused functions divide it by `divisor` on their way."""
         stepped = {name: value for name, value in self.parameters.items() if value.grad is not None}
         gradients = [value.grad for value in stepped.values() if value.grad is not None]
-        if self.rule == "sgd":
+        if self.rule == "sign":
+            for value, gradient in zip(stepped.values(), gradients, strict=True):
+                value.sub_(gradient.sign(), alpha=self.config.balance_rate)
+        elif self.rule == "sgd":
             self._sgd(stepped, gradients, rate, divisor)
         elif self.rule == "adamw":
             self._adamw(stepped, gradients, rate, divisor)

@@ -17,7 +17,7 @@ from tilemesh.core.errors import UsageError, nearest, unknown
 from tilemesh.core.files import check_finished, read_json_object
 from tilemesh.core.ranges import shown
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.families.deepseek import DEEPSEEK_V2
+from tilemesh.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from tilemesh.model.families.family import ANY, Entry, Family
 from tilemesh.model.families.gpt import GPT2, GPT_NEOX
 from tilemesh.model.families.llama import (
@@ -44,6 +44,7 @@ FAMILIES: Mapping[str, Family] = {
     "gpt2": GPT2, "llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3, "gemma2": GEMMA2,
     "gemma3_text": GEMMA3, "phi3": PHI3, "gpt_neox": GPT_NEOX, "olmo2": OLMO2, "mixtral": MIXTRAL,
     "qwen3_moe": QWEN3_MOE, "olmoe": OLMOE, "qwen2_moe": QWEN2_MOE, "deepseek_v2": DEEPSEEK_V2,
+    "deepseek_v3": DEEPSEEK_V3,
 }  # fmt: skip
 """By config.json's `model_type`. A model that several can express is written as the first of them."""
 
@@ -54,7 +55,6 @@ _UNSERVED: Mapping[str, tuple[str, str]] = {
     "gpt_oss": ("llama", "mixture-of-experts layers and attention sinks"),
     "llama4": ("llama", "mixture-of-experts layers and images"),
     "mllama": ("llama", "images and cross-attention"),
-    "deepseek_v3": ("deepseek_v2", "scores by sigmoid with a bias that selects, and groups of experts"),
     "phi": ("phi3", "one LayerNorm for attention and MLP together"),
     "olmo": ("olmo2", "LayerNorm without weights"),
     "gptj": ("gpt_neox", "one LayerNorm for attention and MLP together, and interleaved rotary pairs"),

@@ -68,6 +68,8 @@ class Family:
     """Modules whose rows are ordered by heads: query, key and value of the first, then of the second."""
     orders: Callable[[ModelConfig], Mapping[str, tuple[int, ...]]] = lambda config: {}
     """Modules whose rows have another order than ours: as `Entry.rows`."""
+    renamed: Callable[[ModelConfig], Mapping[str, str]] = lambda config: {}
+    """Tensors that are called otherwise than their module and what it is of it."""
     expects: dict[str, Any] = field(default_factory=dict)
     """Their key: the only value that our model computes. Absent is as good."""
     leftovers: str = ""
@@ -112,7 +114,8 @@ class Family:
         for part in ("weight", "bias") if weights[0].bias else ("weight",):
             names = tuple(f"{ours}{weight.name}.{'offset' if is_offset else part}" for weight in weights)
             transposed = part == "weight" and theirs in self.transposed
-            yield Entry(f"{self.prefix}{layer}{theirs}.{part}", names, transposed, heads, rows)
+            name = self.renamed(config).get(f"{theirs}.{part}", f"{theirs}.{part}")
+            yield Entry(f"{self.prefix}{layer}{name}", names, transposed, heads, rows)
 
 
 # ---- readers that families share ---------------------------------------------------------------------------------

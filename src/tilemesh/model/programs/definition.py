@@ -54,7 +54,7 @@ class DefinedAttention(LayerProgram):
 
     def cost(self, seat: ProgramSeat, rows: int) -> Cost:
         block = seat.here.attention
-        latent = () if block.fc_latent is None else (block.fc_latent,)
+        latent = [layer for layer in (block.fc_query_latent, block.fc_latent) if layer is not None]
         products = (block.fc_q, *latent, block.fc_k, block.fc_v, block.fc_o)
         return products_cost(products, rows, seat.itemsize) + attention_passes(seat, rows)
 

@@ -62,9 +62,9 @@ def _norms(model: ModelConfig, task: Task) -> tuple[_Norm, ...]:
             _Norm(f"norm of {branch}'s result", "b S D", *common, size, task.split)
             for branch in ("attention", "the MLP")
         ]
-    if model.latent_width:
-        elements = tokens * model.latent_width
-        norms.append(_Norm("norm of the latent", "b S latent", "rmsnorm", elements, tokens, size, 1))
+    for words, width in (("latent", model.latent_width), ("queries' latent", model.query_latent_width)):
+        if width:
+            norms.append(_Norm(f"norm of the {words}", "b S latent", "rmsnorm", tokens * width, tokens, size, 1))
     if model.qk_norm != "none":
         kv_ranks = min(task.tp, model.kv_heads)
         for name, width, heads, letter, over in (
@@ -132,7 +132,8 @@ def kept_tensors(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
         Kept("input of the output projection", "b S Q", own * model.value_head_width // model.head_width, size, tp),
     ]
     if model.latent_width:
-        kept.append(Kept("input of k, v", "b S latent", task.tokens * model.latent_width, size, 1))
+        latent = task.tokens * (model.latent_width + model.query_latent_width)
+        kept.append(Kept("input of k, v, and of q where it has a latent", "b S latent", latent, size, 1))
         if size == task.wide:  # the norm's input is a view
             kept.append(Kept("part of keys beside the latent", "b S R", task.tokens * model.rotary_width, size, 1))
     if model.dropout:
@@ -170,6 +171,11 @@ def _kept_by_experts(model: ModelConfig, task: Task) -> Iterator[Kept]:
     casts = model.mlp_inputs if is_cast else 1
     yield Kept("input of the router", "b S D", tokens * width, wide, cut)
     yield Kept("probabilities of experts", "b S x experts", tokens * model.experts, wide, cut)
+    if model.router_scores == "sigmoid":  # on a CPU torch keeps exponentials beside them
+        yield Kept("scores of experts", "b S x experts", (1 if task.gpu else 2) * tokens * model.experts, wide, cut)
+        if not model.router_renormalized:
+            per_token = model.experts + picked + 1
+            yield Kept("sigmoids of experts, and their sum", "b S x experts", tokens * per_token, wide, cut)
     yield Kept("which experts, and rows to them and back", "3 b S x picked", 3 * sent, 8, 1)
     yield Kept("weights of a token's experts", "b S x picked", sent, size, 1)
     if model.router_renormalized:

@@ -325,9 +325,12 @@ def forward_flops(model: ModelConfig, sequences: int, queries: int, keys: int | 
         for weight in active_matrices(kind):
             blocks[weight.block] += layers * 2 * task.tokens * weight.outputs * weight.inputs
     output = output_weight(model)
+    scores = sum(op.cost.flops for op in _attention(model, task)[0] if isinstance(op, Product))
+    # Narrower values are computed with zeros beside them, which nothing asks for.
+    scores = scores * (model.head_width + model.value_head_width) // (2 * model.head_width)
     return ForwardFlops(
         projections=blocks["attention"],
-        scores=model.layers * sum(op.cost.flops for op in _attention(model, task)[0] if isinstance(op, Product)),
+        scores=model.layers * scores,
         mlp=blocks["mlp"],
         logits=2 * task.tokens * output.outputs * output.inputs,
     )

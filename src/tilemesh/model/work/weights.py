@@ -93,7 +93,8 @@ def layer_weights(model: ModelConfig) -> tuple[Weight, ...]:
     is_sandwich = model.norm_place == "sandwich"
     return (
         _norm(model, "attention_norm"),
-        Weight("attention.fc_q", "q", Q, D, "column", qkv, units=model.heads),
+        *(_latent("query_latent", "query latent", model.query_latent_width, D) if model.query_latent_width else ()),
+        Weight("attention.fc_q", "q", Q, model.query_latent_width or D, "column", qkv, units=model.heads),
         *_keys_and_values(model),
         Weight("attention.fc_o", "output projection", D, model.heads * model.value_head_width, "row", output),
         *_head_norms(model),
@@ -104,15 +105,18 @@ def layer_weights(model: ModelConfig) -> tuple[Weight, ...]:
     )
 
 
+def _latent(name: str, words: str, width: int, inputs: int, beside: int = 0) -> tuple[Weight, ...]:
+    """One that is normalized, and what is made beside it; every rank of tp has it whole, as one head of several."""
+    made = Weight(f"attention.fc_{name}", words, width + beside, inputs, "column", False, units=1, repeats=True)
+    return made, Weight(f"attention.{name}_norm", "norm", width, 1, "whole", False)
+
+
 def _keys_and_values(model: ModelConfig) -> tuple[Weight, ...]:
-    """Of the stream, or of a latent, which every rank of tp has whole, as one KV head that its queries share."""
+    """Of the stream, or of a latent, which queries of several ranks share."""
     inputs, keys, latent = model.width, model.kv_width, model.latent_width
     before: tuple[Weight, ...] = ()
     if latent:
-        made = Weight(
-            "attention.fc_latent", "latent", latent + model.rotary_width, inputs, "column", False, units=1, repeats=True
-        )
-        before = made, Weight("attention.latent_norm", "norm", latent, 1, "whole", False)
+        before = _latent("latent", "latent", latent, inputs, model.rotary_width)
         inputs, keys = latent, model.kv_heads * model.plain_width
     bias, heads = model.has_biases("qkv"), model.kv_heads
     return (
@@ -131,7 +135,7 @@ def _mlp(model: ModelConfig) -> tuple[Weight, ...]:
     experts = [weight for index in range(model.experts) for weight in _one_mlp(model, f"mlp.experts.{index}.", index)]
     shared = _one_mlp(model, "mlp.shared.", width=model.shared_width) if model.shared_width else ()
     gate = (Weight("mlp.shared_gate", "gate of the shared expert", 1, model.width, "whole", False),)
-    router = Weight("mlp.router", "router", model.experts, model.width, "whole", False)
+    router = Weight("mlp.router", "router", model.experts, model.width, "whole", model.router_bias)
     return router, *experts, *shared, *(gate if model.shared_gate else ())
 
 

@@ -64,6 +64,8 @@ def start(config: ModelConfig, precision: Precision) -> dict[str, Tensor]:
             # Of two pairs one each is above 0 for every token, so where there are two the last expert is never picked.
             value[1:busy:2] = -value[0 : busy // 2 * 2 : 2]
             value[-1] *= 1e-3
+        if name.endswith("router.bias"):
+            value[-1] = -2  # nor here
     return state
 
 
@@ -185,25 +187,31 @@ def papers_loss(
     """Summed over the targets that count, and what was computed on the way."""
     sites: dict[str, Tensor] = {}
     mean = papers.mean_loss(papers.logits(config, weights, tokens_BT, sites), targets_BT, IGNORED)
-    routed = [papers.router_loss(config, sites[name], targets_BT, IGNORED) for name in sites if "router" in name]
+    routed = [
+        papers.router_loss(config, sites[name], targets_BT, IGNORED, weights.get(f"{name}.bias"))
+        for name in sites
+        if "router" in name
+    ]
     return mean * (targets_BT != IGNORED).sum() + sum(routed), sites
 
 
 def step_loss(model: Transformer, targets_BT: Tensor, run: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
     """The summed loss of the logits that `run` gives, with those of the routers that it passes, and how many count."""
-    entered: list[tuple[Tensor, Tensor]] = []
+    entered: list[tuple[Tensor, Tensor, Tensor | None]] = []
     hooks = [
-        module.register_forward_hook(lambda module, args, routing: entered.append((args[0], module.weight)))
+        module.register_forward_hook(
+            lambda module, args, routing: entered.append((args[0], module.weight, module.bias))
+        )
         for name, module in model.named_modules()
         if name.endswith(".router")
     ]
     total, count = loss_sum(run(), targets_BT)
     for hook in hooks:
         hook.remove()
-    for x_ND, weight_XD in entered:
+    for x_ND, weight_XD, bias_X in entered:
         wide = torch.promote_types(x_ND.dtype, torch.float32)
         scores_BTX = (x_ND.to(wide) @ weight_XD.to(wide).T).view(*targets_BT.shape, -1)
-        total = total + papers.router_loss(model.config, scores_BTX, targets_BT, IGNORED)
+        total = total + papers.router_loss(model.config, scores_BTX, targets_BT, IGNORED, bias_X)
     return total, count
 
 

@@ -18,7 +18,9 @@ TOKENS = 10  # not divisible by 4 or 8: sequence shards are uneven
 MAX_NORM = 0.5  # below the gradients' norms, so that clipping is part of what is compared
 RATE = 0.2
 MOMENTUM = 0.9
-SETTINGS: dict[str, Any] = {"betas": (0.9, 0.95), "epsilon": 1e-6, "weight_decay": 0.1, "momentum": 0.9}
+SETTINGS: dict[str, Any] = {
+    "betas": (0.9, 0.95), "epsilon": 1e-6, "weight_decay": 0.1, "momentum": 0.9, "balance_rate": 0.05,
+}  # fmt: skip
 """Of an optimizer that the gate is given: the names are those of `train`'s configuration."""
 OPTIMIZERS = {"adamw": 0.01, "sgd": 0.1, "lion": 0.005, "muon": 0.02}
 """Those it is given, with the rate they step by."""
@@ -58,10 +60,12 @@ MODELS: Mapping[str, ModelConfig] = {
         **_SMALL, **_ROTARY, vocabulary=64, activation="swiglu", biases=False, experts=5, experts_per_token=2,
         balance_loss=0.3, router_z_loss=0.1, shared_width=24, shared_gate=True, dense_layers=(1,), dense_width=40,
         head_width=6, rotary_fraction=2 / 3, latent_width=7, value_width=5, score_gain=1.3,
+        query_latent_width=9,
     ),
     "spread": ModelConfig(
         **_SMALL, **_ROTARY, vocabulary=64, kv_heads=2, activation="swiglu", biases=False, experts=8,
-        experts_per_token=2, balance_loss=0.2, router_renormalized=False, qk_norm="full",
+        experts_per_token=2, balance_loss=0.2, router_renormalized=False, qk_norm="full", router_scores="sigmoid",
+        router_bias=True, router_groups=4, router_groups_per_token=2, router_scale=1.5,
     ),
 }  # fmt: skip
 
@@ -107,6 +111,11 @@ PAPERS: Mapping[str, ModelConfig] = {
         **{**_LLAMA, "kv_heads": 4}, head_width=6, rotary_fraction=2 / 3, latent_width=5, value_width=3, experts=4,
         shared_width=24, router_renormalized=False, dense_layers=(0,), dense_width=12, score_gain=1.2,
         rotary_scaling="yarn", **_WAVES, family="deepseek_v2",
+    ),
+    "deepseek_v3": ModelConfig(
+        **{**_LLAMA, "kv_heads": 4}, head_width=6, rotary_fraction=2 / 3, latent_width=5, query_latent_width=7,
+        value_width=3, experts=6, shared_width=24, router_scores="sigmoid", router_bias=True, router_groups=3,
+        router_groups_per_token=2, router_scale=1.5, balance_loss=0.4, family="deepseek_v3",
     ),
     "olmoe": ModelConfig(**_LLAMA, experts=3, experts_per_token=1, qk_norm="full", family="olmoe"),
     "neox": ModelConfig(**_PLAIN, positions="rotary", biases="mlp", activation="relu", family="gpt_neox"),
@@ -386,7 +395,7 @@ _MATRICES_CUT = (
     ("gpt", gate_plan(4, zero=2, zero_group=2)),
     ("neox", gate_plan(1, 2, pp=2, accumulation=4)),
     ("spread", gate_plan(2, ep=2, zero=2)),
-    ("spread", gate_plan(4, ep=2, zero=1)),
+    ("spread", gate_plan(2, 2, ep=2, zero=1)),
     ("spread", gate_plan(2, ep=2, zero=2, cp=2)),
 )
 

@@ -126,6 +126,8 @@ def _record(model: nn.Module, step: Callable[[], float]) -> tuple[dict[str, list
     hooks = []
     for name, module in model.named_modules():
         kind = name.rpartition(".")[2]
+        if kind in ("q_norm", "k_norm"):  # of this rank's heads
+            continue
         if kind.endswith("norm"):
             hooks.append(module.register_forward_pre_hook(_keep_input(seen, f"{_INPUT}{name}"), prepend=True))
         is_block = kind in ("token_embedding", "attention", "mlp")

@@ -12,6 +12,7 @@ as complex numbers, frequencies one by one. Slow, plain, and float64. Weights co
     windows                             Beltagy et al. 2020 (2004.05150), Jiang et al. 2023 (2310.06825)
     blocks added at once                Black et al. 2022 (2204.06745)
     experts                             Shazeer et al. 2017 (1701.06538), Jiang et al. 2024 (2401.04088)
+    sigmoid, groups, bias of experts    DeepSeek-V3 (2412.19437), 12 to 16 and its published code
     losses of routers                   Zoph et al. 2022 (2202.08906), equation 5; DeepSeek-V3 (2412.19437), 17 to 20
     norms of q and k, after blocks      OLMo 2 (2501.00656), Qwen 3 (2505.09388), Gemma 3 (2503.19786)
 """
@@ -37,17 +38,19 @@ def mean_loss(logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
     return ((torch.logsumexp(logits, -1) - chosen) * counts).sum() / counts.sum()
 
 
-def router_loss(config: ModelConfig, scores: Tensor, targets: Tensor, ignored: int) -> Tensor:
-    """Of one layer: of each token whose target counts the squared log of Σ exp(scores), and of each sequence, for each
-    of its tokens that count, Σ f_e P_e; f_e: experts / experts per token · the part of the tokens that picked e."""
+def router_loss(
+    config: ModelConfig, scores: Tensor, targets: Tensor, ignored: int, bias: Tensor | None = None
+) -> Tensor:
+    """Of one layer: of each token whose target counts the squared log of Σ s, and of each sequence, for each of its
+    tokens that count, Σ f_e P_e; f_e: experts / experts per token · the part of the tokens that picked e."""
     total = scores.new_zeros(())
     for row, counts in zip(scores, targets != ignored, strict=True):
         if not counts.any():
             continue
-        powers = torch.exp(row[counts])
+        powers = _affinity(config, row[counts])
         p = powers / powers.sum(-1, keepdim=True)
-        best = p.sort(-1, descending=True).indices[:, : config.experts_per_token]
-        f = [float((best == e).sum()) / best.numel() * config.experts for e in range(config.experts)]
+        best = _picked(config, powers, bias)
+        f = [float(best[:, e].sum()) / float(best.sum()) * config.experts for e in range(config.experts)]
         even = sum(f[e] * p[:, e].mean() for e in range(config.experts))
         total = total + config.balance_loss * len(p) * even
         total = total + config.router_z_loss * (torch.log(powers.sum(-1)) ** 2).sum()
@@ -86,7 +89,7 @@ def _layer(config: ModelConfig, weights: Weights, number: int, x: Tensor, sites:
     def mlp(value: Tensor) -> Tensor:
         is_routed = config.experts and number not in config.dense_layers
         if is_routed:
-            sites[prefix + "mlp.router"] = _project(weights, prefix + "mlp.router", value)
+            sites[prefix + "mlp.router"] = torch.einsum("ei,bti->bte", weights[prefix + "mlp.router.weight"], value)
         sites[prefix + "mlp"] = (_experts if is_routed else _mlp)(config, weights, prefix + "mlp.", value)
         return sites[prefix + "mlp"]
 
@@ -128,7 +131,12 @@ def _project(weights: Weights, name: str, x: Tensor) -> Tensor:
 def _attention(config: ModelConfig, weights: Weights, number: int, x: Tensor) -> Tensor:
     """softmax(q kᵀ / sqrt(width)) v of each head, over what the head may see."""
     prefix, count, width = f"layers.{number}.attention.", x.shape[1], config.head_width
-    q, source, shared_key = _project(weights, prefix + "fc_q", x), x, x[..., :0]
+    asking, source, shared_key = x, x, x[..., :0]
+    if config.query_latent_width:
+        made = _project(weights, prefix + "fc_query_latent", x)
+        gain = weights[f"{prefix}query_latent_norm.weight"]
+        asking = gain * made / torch.sqrt((made**2).mean(-1, keepdim=True) + 1e-6)
+    q = _project(weights, prefix + "fc_q", asking)
     if rank := config.latent_width:
         joint = _project(weights, prefix + "fc_latent", x)
         norm = torch.sqrt((joint[..., :rank] ** 2).mean(-1, keepdim=True) + 1e-6)
@@ -207,14 +215,35 @@ def _by_wave(config: ModelConfig, frequency: float) -> float:
     return (1 - smooth) * frequency / factor + smooth * frequency
 
 
+def _affinity(config: ModelConfig, scores: Tensor) -> Tensor:
+    """How well a token fits each expert: exp, of a softmax yet to be divided by its sum; or the sigmoid."""
+    return 1 / (1 + torch.exp(-scores)) if config.router_scores == "sigmoid" else torch.exp(scores)
+
+
+def _picked(config: ModelConfig, powers: Tensor, bias: Tensor | None) -> Tensor:
+    """Which experts are among a token's best, by s + b, in those of its best groups."""
+    s = powers if config.router_scores == "sigmoid" else powers / powers.sum(-1, keepdim=True)
+    s = s if bias is None else s + bias
+    groups, size = config.router_groups, config.experts // config.router_groups
+    if (kept := config.router_groups_per_token) < groups:
+        best = 2 if config.router_scores == "sigmoid" else 1
+        each = [s[..., g * size : (g + 1) * size].sort(-1, descending=True).values[..., :best] for g in range(groups)]
+        strength = torch.stack([group.sum(-1) for group in each], -1)
+        least = strength.sort(-1, descending=True).values[..., kept - 1]
+        inside = torch.stack([strength[..., e // size] >= least for e in range(config.experts)], -1)
+        s = torch.where(inside, s, torch.full_like(s, -math.inf))
+    return s >= s.sort(-1, descending=True).values[..., config.experts_per_token - 1].unsqueeze(-1)
+
+
 def _experts(config: ModelConfig, weights: Weights, prefix: str, x: Tensor) -> Tensor:
-    """Σ p_e MLP_e(x) over the experts of largest p = softmax(W x); all of them compute, and the others count 0."""
-    powers = torch.exp(_project(weights, prefix + "router", x))
-    p = powers / powers.sum(-1, keepdim=True)
-    least = p.sort(-1, descending=True).values[..., config.experts_per_token - 1].unsqueeze(-1)
-    p = torch.where(p >= least, p, torch.zeros_like(p))
+    """Σ p_e MLP_e(x) over the experts of largest p = softmax(W x); all of them compute, and the others count 0. Or p is
+    the sigmoid, and a bias has a say in which are largest."""
+    powers = _affinity(config, torch.einsum("ei,bti->bte", weights[f"{prefix}router.weight"], x))
+    p = powers if config.router_scores == "sigmoid" else powers / powers.sum(-1, keepdim=True)
+    p = torch.where(_picked(config, powers, weights.get(f"{prefix}router.bias")), p, torch.zeros_like(p))
     if config.router_renormalized:
         p = p / p.sum(-1, keepdim=True)
+    p = config.router_scale * p
     each = [_mlp(config, weights, f"{prefix}experts.{e}.", x) for e in range(config.experts)]
     y = torch.stack([p[..., e : e + 1] * each[e] for e in range(config.experts)]).sum(0)
     if not config.shared_width:

@@ -44,6 +44,8 @@ class PaperRule:
         for name, w in values.items():
             decay = self.decay if w.ndim > 1 else 0.0
             match self.name:
+                case "sgd" | "lion" | "muon" | "adamw" if name.endswith("router.bias"):  # DeepSeek-V3, section 2.1.2
+                    change = SETTINGS["balance_rate"] * torch.sign(gradients[name])
                 case "":
                     change = RATE * self._mean(name, "velocity", gradients[name], MOMENTUM, 1.0)
                 case "sgd":  # Polyak 1964; decay as a part of the gradient
