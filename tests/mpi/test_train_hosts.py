@@ -201,3 +201,41 @@ def test_a_host_without_power_is_gone_on_without_and_is_taken_in_again(
         for folder in (tmp_path / "run", alone)
     )
     assert ours == pytest.approx(theirs, rel=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_job_that_slurm_queues_again_goes_on_with_the_tasks_that_it_gets(tmp_path: Path) -> None:
+    """As srun starts tasks, by its variables: four, then three (of which two have a place in a layout), then four."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{number} tasks are {number * 2} halves of a job\n" for number in range(500)))
+    sets = f"{SETS},train.steps=12,plan.precision=fp64,train.trace_steps=0,data.source={text}"
+    assert tilemesh.__file__ is not None
+    for attempt, (tasks, stop) in enumerate([(4, 4), (3, 8), (4, 12)]):
+        shared = os.environ | {
+            "PYTHONPATH": str(Path(tilemesh.__file__).parents[1]), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+            "SLURM_STEP_NUM_TASKS": str(tasks), "SLURM_STEP_TASKS_PER_NODE": str(tasks), "MASTER_ADDR": "127.0.0.1",
+            "SLURM_JOB_ID": str(os.getpid() + attempt), "SLURM_RESTART_COUNT": str(attempt),
+        }  # fmt: skip
+        command = [sys.executable, "-m", "tilemesh", "train", "--mesh", "dp=2,tp=2", "--min-ranks", "2"]
+        command += ["--out", str(tmp_path / "run"), "--set", sets, "--stop-after", str(stop)]
+        started = [
+            subprocess.Popen(
+                command, env=shared | {"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)}, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )
+            for task in range(tasks)
+        ]  # fmt: skip
+        said = [process.communicate(timeout=200)[0] for process in started]
+        assert [process.returncode for process in started] == [0] * tasks, said
+    changes = [line["text"] for line in lines_of(tmp_path / "run") if line["kind"] == "mesh"]
+    assert [words.split(":")[0] for words in changes] == ["fewer ranks", "ranks are back"]
+    assert "now 2 ranks" in changes[0]
+    config = load(mesh="dp=2,tp=2", sets=[sets])
+    alone = new_run(TRAIN, config.to_toml(), tmp_path / "alone")
+    run_threads(4, lambda comm: train_here(config, alone, comm, emit=lambda event: None))
+    ours, theirs = (
+        {line["step"]: line["loss"] for line in latest(folder) if line["kind"] == "step"}
+        for folder in (tmp_path / "run", alone)
+    )
+    assert ours == pytest.approx(theirs, rel=1e-10)

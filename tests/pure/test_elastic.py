@@ -16,49 +16,51 @@ from tilemesh.runs.names import CHECKPOINTS, LOCK, PREDICTED
 from tilemesh.train import elastic
 from tilemesh.train.check import JobRequest, check_job, check_values
 from tilemesh.train.config import TrainConfig
-from tilemesh.train.elastic import Lost, check_min_ranks, fitted, wait_beside
+from tilemesh.train.elastic import LostRanks, check_min_ranks, fit_to_ranks, wait_beside
 from tilemesh.train.load import load
 
 DIED = Failure(1, "was killed by SIGKILL", "step 3", 0.1)
 
 
 @pytest.fixture(scope="module")
-def asked() -> TrainConfig:
+def full() -> TrainConfig:
     sets = "model.layers=2,model.heads=2,model.kv_heads=2,plan.precision=fp64,train.batch=12,train.device=cpu"
     return load("tiny", mesh="dp=2,tp=2,pp=2", sets=[sets])
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 5, 6])
-def test_fewer_ranks_get_another_layout_of_the_same_job(asked: TrainConfig, ranks: int) -> None:
-    other = fitted(asked, ranks, 1)
+def test_fewer_ranks_get_another_layout_of_the_same_job(full: TrainConfig, ranks: int) -> None:
+    other = fit_to_ranks(full, ranks, 1)
     assert 1 <= other.ranks <= ranks
-    assert other.plan.batch == other.batch == asked.batch == 12
+    assert other.plan.batch == other.batch == full.batch == 12
     assert other.plan.precision == "fp64"
-    assert other.changed(plan=vars(asked.plan)) == asked  # nothing but the plan is another
+    assert other.changed(plan=vars(full.plan)) == full  # nothing but the plan is another
     assert why_not(other.model, other.plan) is None
     check_values(other)
-    assert fitted(asked, other.ranks, 1) == other  # every rank finds it, also one that knows of those that take part
+    assert (
+        fit_to_ranks(full, other.ranks, 1) == other
+    )  # every rank finds it, also one that knows of those that take part
 
 
-def test_as_many_ranks_as_were_asked_for_get_what_was_asked_for(asked: TrainConfig) -> None:
-    assert fitted(asked, 8, 2) is asked
-    assert fitted(asked, 11, 2) is asked
+def test_as_many_ranks_as_were_asked_for_get_what_was_asked_for(full: TrainConfig) -> None:
+    assert fit_to_ranks(full, 8, 2) is full
+    assert fit_to_ranks(full, 11, 2) is full
     with pytest.raises(RunError, match=r"^3 ranks are there, and --min-ranks is 4: go on when there are more$"):
-        fitted(asked, 3, 4)
+        fit_to_ranks(full, 3, 4)
 
 
 def test_ranks_that_divide_nothing_stay_beside() -> None:
     """A batch of 8 and a model of 2 layers with 2 heads over 5 ranks."""
     sets = "model.layers=2,model.heads=2,model.kv_heads=2,train.batch=8,train.device=cpu"
     config = load("tiny", mesh="dp=8", sets=[sets])
-    assert fitted(config, 5, 3).ranks == 4
+    assert fit_to_ranks(config, 5, 3).ranks == 4
     with pytest.raises(RunError, match="no layout of a batch of 8 on 5 to 5 ranks"):
-        fitted(config, 5, 5)
+        fit_to_ranks(config, 5, 5)
 
 
-def test_gpus_are_planned_for_as_what_they_are(asked: TrainConfig) -> None:
+def test_gpus_are_planned_for_as_what_they_are(full: TrainConfig) -> None:
     big = load("llama-3-8b", mesh="dp=1,tp=8", sets=["train.batch=8"])
-    other = fitted(big, 7, 4, ["NVIDIA H200"] * 8)
+    other = fit_to_ranks(big, 7, 4, ["NVIDIA H200"] * 8)
     assert 4 <= other.ranks <= 7
     assert other.plan.precision == big.plan.precision
 
@@ -78,9 +80,9 @@ def test_what_depends_on_the_number_of_ranks_is_refused(sets: str, fewest: int, 
         check_min_ranks(config, fewest)
 
 
-def test_min_ranks_needs_somebody_who_starts_again(asked: TrainConfig) -> None:
+def test_min_ranks_needs_somebody_who_starts_again(full: TrainConfig) -> None:
     with pytest.raises(UsageError, match="min_ranks without restarts"):
-        check_job(asked, JobRequest(min_ranks=2))
+        check_job(full, JobRequest(min_ranks=2))
 
 
 def saved(folder: Path, step: int) -> None:
@@ -88,23 +90,23 @@ def saved(folder: Path, step: int) -> None:
 
 
 def test_a_rank_that_dies_again_before_a_checkpoint_is_lost_until_there_is_one(
-    asked: TrainConfig, tmp_path: Path
+    full: TrainConfig, tmp_path: Path
 ) -> None:
-    lost = Lost(tmp_path, asked, 5, lambda: 0)
-    assert lost.after(DIED) is asked
+    lost = LostRanks(tmp_path, full, 5, lambda: 0)
+    assert lost.after(DIED) is full
     fewer = lost.after(DIED)
     assert fewer.ranks == 6
     assert lost.after(DIED) == fewer  # five have no layout: six are tried again
     saved(tmp_path, 4)
-    assert lost.after(DIED) is asked
-    assert lost.after(Failure(None, "took too long", "", 0.0)) is asked  # nobody in particular
+    assert lost.after(DIED) is full
+    assert lost.after(Failure(None, "took too long", "", 0.0)) is full  # nobody in particular
 
 
-def test_gpus_that_are_gone_are_lost_ranks(asked: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_are_gone_are_lost_ranks(full: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = 8
     monkeypatch.setattr(elastic, "usable_gpus", lambda: ("NVIDIA H200",) * shown)
-    on_gpu = asked.changed(train={"device": "auto"})
-    lost = Lost(tmp_path, on_gpu, 2, lambda: shown)
+    on_gpu = full.changed(train={"device": "auto"})
+    lost = LostRanks(tmp_path, on_gpu, 2, lambda: shown)
     shown = 6
     assert lost.after(DIED).ranks <= 6
     shown = 8

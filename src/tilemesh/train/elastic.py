@@ -33,6 +33,7 @@ MIN_RANKS = Argument("min_ranks")
 _STAYS = ("precision", "fp8_scales", "attention", "offload", "cp_exchange")
 """What a run is computed with, whatever its mesh."""
 _POLL_S, _PATIENCE_S = 0.5, 600.0
+_MANY = 16
 
 
 def check_min_ranks(config: TrainConfig, fewest: int) -> None:
@@ -50,42 +51,42 @@ def check_min_ranks(config: TrainConfig, fewest: int) -> None:
         )
 
 
-def fitted(asked: TrainConfig, ranks: int, fewest: int, gpus: Sequence[str] = ()) -> TrainConfig:
+def fit_to_ranks(full: TrainConfig, ranks: int, fewest: int, gpus: Sequence[str] = ()) -> TrainConfig:
     """The run on at most so many ranks: as it was asked for, if they are enough, else by the fastest layout of the same
     batch on as many of them as it can use."""
-    if ranks >= asked.ranks:
-        return asked
+    if ranks >= full.ranks:
+        return full
     if ranks < fewest:
         raise RunError(f"{ranks} ranks are there, and --min-ranks is {fewest}: go on when there are more")
     best: tuple[float, TrainConfig] | None = None
     for count in range(ranks, fewest - 1, -1):
-        if best is not None and 2 * count < ranks:
-            break  # half of the ranks are not faster than more of them
-        fastest = _fastest(asked, count, gpus)
+        if best is not None and count < ranks * (0.5 if ranks <= _MANY else 0.75):
+            break  # so few of them are not faster, and each count takes a second to search
+        fastest = _fastest(full, count, gpus)
         if fastest is not None and (best is None or fastest[0] < best[0]):
             best = fastest
     if best is None:
         raise RunError(
-            f"no layout of a batch of {asked.batch} on {fewest} to {ranks} ranks fits: go on when there are more"
+            f"no layout of a batch of {full.batch} on {fewest} to {ranks} ranks fits: go on when there are more"
         )
     return best[1]
 
 
-def _fastest(asked: TrainConfig, ranks: int, gpus: Sequence[str]) -> tuple[float, TrainConfig] | None:
+def _fastest(full: TrainConfig, ranks: int, gpus: Sequence[str]) -> tuple[float, TrainConfig] | None:
     """The fastest layout on exactly so many ranks, with its predicted time, if there is one that training takes."""
-    device = (device_for(gpus[0]) or H200) if gpus and asked.train.device != "cpu" else CPU
+    device = (device_for(gpus[0]) or H200) if gpus and full.train.device != "cpu" else CPU
     in_node = max(count for count in range(1, GPUS_PER_NODE + 1) if ranks % count == 0)
     cluster = Cluster((make_node(device, in_node),) * (ranks // in_node))
-    pins = Pins(**{name: getattr(asked.plan, name) for name in _STAYS})
-    code: Code = "compiled" if asked.train.compile else "eager"
+    pins = Pins(**{name: getattr(full.plan, name) for name in _STAYS})
+    code: Code = "compiled" if full.train.compile else "eager"
     try:
-        found = search(
-            asked.model, cluster, batch=asked.batch, context=asked.context, pins=pins, code=code, accepts=is_runnable
+        result = search(
+            full.model, cluster, batch=full.batch, context=full.context, pins=pins, code=code, accepts=is_runnable
         )
     except (NothingFitsError, UsageError):  # nothing divides so, or nothing fits
         return None
-    for prediction in found.predictions:
-        config = dataclasses.replace(asked, plan=prediction.settled_plan)
+    for prediction in result.predictions:
+        config = dataclasses.replace(full, plan=prediction.settled_plan)
         try:
             check_values(config)
         except UsageError:
@@ -107,7 +108,7 @@ def _ranks(plan: ParallelPlan) -> str:
     return f"{plan.world} rank{'s' * (plan.world > 1)} as {plan.short()}"
 
 
-class Lost:
+class LostRanks:
     """What the next attempt on this machine is laid on, by what became of the ranks before.
 
     A rank that dies is started again like all others. One that dies again before there was another checkpoint is taken
@@ -115,9 +116,9 @@ class Lost:
     all are tried again.
     """
 
-    def __init__(self, folder: Path, asked: TrainConfig, fewest: int, gpus: Callable[[], int]) -> None:
-        self.folder, self.asked, self.fewest, self.gpus = folder, asked, fewest, gpus
-        self.laid = asked
+    def __init__(self, folder: Path, full: TrainConfig, fewest: int, gpus: Callable[[], int]) -> None:
+        self.folder, self.full, self.fewest, self.gpus = folder, full, fewest, gpus
+        self.laid = full
         self.had_gpus = gpus()
         self.saved: list[int | None] = [newest_checkpoint(folder)]
 
@@ -126,16 +127,16 @@ class Lost:
         saved = newest_checkpoint(self.folder)
         is_stuck = len(self.saved) > 1 and saved == self.saved[-1] and failure.rank is not None
         self.saved.append(saved)
-        most = self.asked.ranks
+        most = self.full.ranks
         if self.had_gpus >= most:  # each rank had one of its own
             most = min(most, self.gpus())
         fewer = min(most, self.laid.ranks - 1)
         if is_stuck and fewer >= self.fewest:
             with contextlib.suppress(RunError):
-                self.laid = fitted(self.asked, fewer, self.fewest, usable_gpus())
+                self.laid = fit_to_ranks(self.full, fewer, self.fewest, usable_gpus())
                 return self.laid
         if not is_stuck or self.laid.ranks > most:
-            self.laid = fitted(self.asked, most, self.fewest, usable_gpus())
+            self.laid = fit_to_ranks(self.full, most, self.fewest, usable_gpus())
         return self.laid
 
 

@@ -35,7 +35,7 @@ from tilemesh.runs.metrics import FAILED, MESH, RESTART, STARTED, STOPPED, last_
 from tilemesh.runs.names import CARRIED, CONFIG, PREDICTED, ROWS, SUMMARY
 from tilemesh.train.check import TRAINING, JobRequest, RankProgram, check_init, check_job, program_for
 from tilemesh.train.config import TrainConfig, of_run
-from tilemesh.train.elastic import Lost, change_words, check_min_ranks, fitted
+from tilemesh.train.elastic import LostRanks, change_words, check_min_ranks, fit_to_ranks
 from tilemesh.train.events import Listener, ignore, sink_to
 from tilemesh.train.load import settled
 from tilemesh.train.result import RanksFailedError, Result, WeightsLostError
@@ -99,7 +99,7 @@ def fit(
     member = membership()
     if min_ranks is not None:
         check_min_ranks(config, min_ranks)
-        config = config if member is None else fitted(config, member.size, min_ranks, usable_gpus())
+        config = config if member is None else fit_to_ranks(config, member.size, min_ranks, usable_gpus())
     check_job(config, request)
     if resume is not None and folders.newest_checkpoint(resume) is None:
         request = dataclasses.replace(request, init=folders.first_weights(resume))
@@ -153,11 +153,11 @@ def _agreed_folder(
     """The folder that rank 0 has made, on every rank, and whether there is a run in it to go on with."""
     from tilemesh.parallel.agree import tell
 
-    told = "[]"
+    message = "[]"
     if comm.rank == 0:
         request = _gone_on(config, request)
-        told = json.dumps([str(_prepared(config, request, locks).resolve()), request.resume is not None])
-    folder, is_resumed = json.loads(told if comm.size == 1 else tell(comm, told))
+        message = json.dumps([str(_prepared(config, request, locks).resolve()), request.resume is not None])
+    folder, is_resumed = json.loads(message if comm.size == 1 else tell(comm, message))
     return Path(folder), is_resumed
 
 
@@ -209,7 +209,7 @@ def launch_ranks(
     if transport == "auto" and usable_gpus() and config.train.device != "cpu":
         transport = "torch"  # GPUs exchange over NCCL
 
-    lost = None if request.min_ranks is None else Lost(folder, config, request.min_ranks, count_gpus)
+    lost = None if request.min_ranks is None else LostRanks(folder, config, request.min_ranks, count_gpus)
 
     def note(kind: str, why: str) -> None:
         Journal(folder, True, say).add(kind, last_step(folder), why=why)

@@ -219,10 +219,10 @@ def _take_place(config: TrainConfig, options: TrainOptions, fewest: int, member:
     from tilemesh.core.context import rank_environment
     from tilemesh.measure.machine import usable_gpus
     from tilemesh.train.check import JobRequest, check_job
-    from tilemesh.train.elastic import check_min_ranks, fitted, wait_beside
+    from tilemesh.train.elastic import check_min_ranks, fit_to_ranks, wait_beside
 
     check_min_ranks(config, fewest)
-    laid = fitted(config, member.size, fewest, usable_gpus())
+    laid = fit_to_ranks(config, member.size, fewest, usable_gpus())
     if laid.ranks < member.size and member.starter == "mpiexec":
         raise UsageError(
             f"{member.size} ranks, and the best layout takes {laid.ranks} of them: start mpiexec with -n {laid.ranks}"
