@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,6 +19,7 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step.action import COMPUTE, Action, StepProgram
 from tilemesh.core.step.memory import StepBytes, memory_curve
 from tilemesh.core.step.program import chunk_layers
+from tilemesh.launch.start import source_path
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel import Mesh, lay
@@ -184,3 +188,33 @@ def test_gradients_without_zero_are_there_all_the_time() -> None:
         laid.gradients.close()
 
     run_threads(plan.world, main)
+
+
+_STEPS_OF_TWO_STAGES = """
+import sys
+import torch
+from tilemesh.comm import run_threads
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.transformer import Transformer
+from tilemesh.parallel import Mesh, lay
+from tilemesh.parallel.laid import StepPiece
+
+def main(comm):
+    model = Transformer(ModelConfig(layers=2, width=16, heads=2, vocabulary=19, context=8))
+    laid = lay(model, Mesh(comm, pp=2), ParallelPlan(pp=2, microbatch=1, accumulation=2, precision="fp32"))
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    laid.passes([StepPiece(tokens, tokens, 0), StepPiece(tokens, tokens, 1)])
+
+run_threads(2, main)
+print(*(name for name in ("sympy", "torch._dynamo", "torch.distributed.pipelining") if name in sys.modules))
+"""
+
+
+def test_a_stage_loads_nothing_that_takes_memory_for_its_backward_pass() -> None:
+    """torch's own `backward` loads sympy to compare the shapes of what a stage is given: 62 MiB of every rank."""
+    done = subprocess.run(
+        [sys.executable, "-c", _STEPS_OF_TWO_STAGES], capture_output=True, text=True,
+        env=os.environ | source_path(os.environ) | {"OMP_NUM_THREADS": "1"}, timeout=100,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr

@@ -84,6 +84,16 @@ class _Graph(NamedTuple):
     """Of experts, where the pass has to be computed again."""
 
 
+def _run_backward(roots: tuple[Any, ...], gradients: tuple[Tensor, ...]) -> None:
+    """`torch.autograd.backward` without its look at shapes (the engine has its own), for which it loads sympy: 62 MiB
+    of every rank, and a second of its first step."""
+    run: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
+    if run is None:
+        torch.autograd.backward(roots, gradients)
+    else:
+        run(roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
 @dataclass
 class ModelChunk:
     """Passes of one chunk. `data` is shared by all chunks of the rank."""
@@ -179,7 +189,7 @@ class ModelChunk:
         roots, gradients = ([], []) if cache is None else cache.roots()
         if router_loss is not None:
             roots, gradients = [*roots, router_loss], [*gradients, torch.full_like(router_loss, self.data.scale)]
-        torch.autograd.backward((root, *roots), (gradient.to(dtype), *gradients))
+        _run_backward((root, *roots), (gradient.to(dtype), *gradients))
         if splits and self.deferral is not None:
             self._products[microbatch, piece] = self.deferral.take()
         if taken is not None:
