@@ -92,6 +92,8 @@ def train(folder: Path, sources: Sequence[Path], *sets: str, init: Path | None =
         "train.device=cpu", "optimizer.lr=3e-3", "sample.tokens=0", *sets,
     ]  # fmt: skip
     result = fit(load_config(mesh="dp=1", sets=settings, init=init), run=folder, init=init)
+    if result.held_out is None:
+        sys.exit(f"{folder.name} was stopped after {result.step} steps: begin again")
     print(f"  trained {folder.name}: {result.step} steps, held-out {result.held_out:.3f} nats per byte")
     weights = folder / "weights"
     export(folder, weights)
