@@ -94,7 +94,7 @@ MOST_LINES = {
     "align": 3_626,
     "report": 6_260,
     "bench": 9_244,
-    "cli": 6_107,
+    "cli": 6_347,
     "guide": 17_297,
 }
 SOURCE_SUFFIXES = (".py", ".c", ".h", ".cu", ".cuh", ".js", ".css")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tilemesh.cli.placed import read_axes, read_pins
+from tilemesh.cli.placed import DRAWN_ALIKE, read_axes, read_pins
 from tilemesh.core.axes import ranks_of
 from tilemesh.core.calibration import Rates
 from tilemesh.core.errors import UsageError
@@ -62,7 +62,8 @@ def program_space(graph: Graph, model: Any, words: PlacingWords) -> tuple[Placem
     pins = read_pins(words.pin, graph)
     results = {f"output{number}": node for number, node in enumerate(graph.outputs)}
     ends = {results[name]: placement for name, placement in pins.items() if name in results}
-    space = PlacementSpace(graph, MeshCost(axes, cluster, rates), carried, limit_bytes=limit, ends=ends)
+    cost = MeshCost(axes, cluster, rates)
+    space = PlacementSpace(graph, cost, carried, limit_bytes=limit, ends=ends, opaque=DRAWN_ALIKE)
     return space, space.problem.fixed(space.pinned({name: pins[name] for name in pins if name not in results}))
 
 

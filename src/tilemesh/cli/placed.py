@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any
 
 from tilemesh.core.axes import Axes
 from tilemesh.core.errors import UsageError, unknown
-from tilemesh.core.tensor_placement import TensorPlacement, parse
+from tilemesh.core.tensor_placement import REPLICATED, TensorPlacement, parse
 from tilemesh.core.units import format_bytes
 from tilemesh.graph.draw import drawing
 from tilemesh.graph.ir import Graph, Node
 from tilemesh.plan.place.propagate import PlacedExchange, PlacedGraph, propagate
+from tilemesh.plan.place.rules import OpaqueRule
 
+DRAWN_ALIKE: Mapping[str, OpaqueRule] = MappingProxyType({"aten.native_dropout.default": lambda node, ranks: ()})
+"""Dropout's numbers are drawn whole by every rank, from generators that are alike, as a placed module does."""
 COLOURS = {"R": 0, "S": 2, "P": 1, "V": 6}
 """Of a tensor's box, by what it is along the first axis that it is not R along."""
 
@@ -60,7 +64,7 @@ def placed_lines(placed: PlacedGraph) -> list[str]:
 
 
 def _marked(placed: PlacedGraph, node: Node) -> str:
-    return "" if node.op == "constant" else str(placed.placements[node])
+    return "" if node.op == "constant" else str(placed.placements.get(node, REPLICATED))  # an input may have no reader
 
 
 def placed_drawing(placed: PlacedGraph, title: str) -> str:
@@ -71,14 +75,14 @@ def placed_drawing(placed: PlacedGraph, title: str) -> str:
             by_reader.setdefault((exchange.node, exchange.reader), []).append(exchange)
 
     def colour(node: Node) -> int:
-        return next((COLOURS[mark.kind] for _, mark in placed.placements[node]), 0)
+        return next((COLOURS[mark.kind] for _, mark in placed.placements.get(node, REPLICATED)), 0)
 
     def edge(node: Node, reader: Node) -> str:
         return ", ".join(f"{each.collective} {each.axis}" for each in by_reader.get((node, reader), ()))
 
     def more(node: Node) -> str:
         own = "".join(f" after {each.collective} {each.axis}" for each in by_reader.get((node, None), ()))
-        return f"{placed.placements[node]}{own}"
+        return f"{placed.placements.get(node, REPLICATED)}{own}"
 
     return drawing([(title, placed.graph)], colour=colour, more=more, edge=edge)
 
@@ -106,4 +110,4 @@ def record(placed: PlacedGraph) -> dict[str, Any]:
 
 def place(graph: Graph, mesh: str, pins: Sequence[str]) -> PlacedGraph:
     """As the words of a command say."""
-    return propagate(graph, read_pins(pins, graph), read_axes(mesh))
+    return propagate(graph, read_pins(pins, graph), read_axes(mesh), DRAWN_ALIKE)

@@ -10,6 +10,7 @@ from tilemesh.cli import chosen
 from tilemesh.cli.output import Output
 from tilemesh.cli.placed import place, placed_drawing, placed_lines
 from tilemesh.cli.placed import record as placed_record
+from tilemesh.cli.placed_picture import placed_summary
 from tilemesh.cli.run_placed import PlacementRun, run_chosen, run_page, run_rows, run_words
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import DEVICES, LOCAL, Device
@@ -95,6 +96,8 @@ def explain(options: ExplainOptions) -> Output:
     ]
     more: list[Callable[[], Html]] = [lambda: chosen.chosen_page(answers)] if answers else []
     more += [lambda: run_page(runs)] if runs else []
+    if placed is not None:
+        more.insert(0, lambda: placed_summary(placed, str(options.mesh), device, answers, runs))
     files = {"svg": drawn, "html": lambda: _page(options.program, drawn(), record, device, [show() for show in more])}
     return Output([text, rows, *([run_words(runs)] if runs else [])], [record, *rows], files)
 
@@ -138,13 +141,12 @@ def _page(program: str, drawn: str, record: dict[str, Any], device: str, more: S
         for rule in record["rules"]
     ]  # fmt: skip
     table = PageTable(("Rule", "Times", "Operators fewer", "Bytes less", f"Predicted on {device}"), rules)
-    body = join(
-        el("h1", f"The graph of {program}"),
-        *(el("p", f"{name}: {_words(record[name], device)}") for name in ("before", "after")),
-        grid(table),
-        *more,
-        el("div", Html(drawn), style="overflow-x:auto"),
-    )
+    whole = el("div", Html(drawn), style="overflow-x:auto")
+    rewriting = [*(el("p", f"{name}: {_words(record[name], device)}") for name in ("before", "after")), grid(table)]
+    if more:  # placed: what was rewritten before, and every operator, are for those who look closer
+        rewriting = [el("details", el("summary", "Rewriting before it was placed"), *rewriting)]
+        whole = el("details", el("summary", "Every operator"), whole)
+    body = join(el("h1", f"The graph of {program}"), *more, *rewriting, whole)
     return page(f"The graph of {program}", body)
 
 
