@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from tilemesh.cli.main import main
+from tilemesh.core.calibration import Calibration, Rates
+from tilemesh.measure.machine import this_machine
 
 MODEL = """
 import torch
@@ -45,6 +47,20 @@ def narrow():
 
 def bare():
     return nn.Linear(3, 3), torch.randn(2, 3)
+
+class Picture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.eye, self.one = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(24, 24)
+        self.other = nn.Linear(24, 24)
+
+    def forward(self, x):
+        rows = self.eye(x).transpose(1, 2).flatten(2).flatten(0, 1)
+        rows = self.other(torch.tanh(self.one(rows)))
+        return self.other(torch.tanh(rows))
+
+def picture():
+    return Picture(), [torch.randn(2, 3, 6, 6)]
 
 def wrong():
     return 7
@@ -192,3 +208,33 @@ def test_meshes_and_pins_that_cannot_be_are_one_line(
     said = capsys.readouterr().err
     assert message in said
     assert said.count("\n") == 1
+
+
+def test_each_operator_is_timed_beside_its_prediction(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    rates = Rates(matmul_flops_per_s={"fp32": 3e10, "fp64": 1.5e10}, copy_bytes_per_s=2e10, operation_s=8e-6)
+    machine = this_machine()
+    Calibration(machine.id, machine.words, "2026-01-01T00:00:00+00:00", one_core=rates, all_cores=rates).save()
+    command = ["graph", "explain", f"{file}:picture", "--time"]
+    assert main([*command, "--device", "local", "--json", f"{tmp_path}/out.json"]) == 0
+    printed = capsys.readouterr().out
+    times = json.loads((tmp_path / "out.json").read_text())["times"]
+    assert [each["measured_s"] or each["predicted_s"] for each in times] == sorted(
+        [each["measured_s"] or each["predicted_s"] for each in times], reverse=True
+    )
+    by_name = {each["operator"].split(" of ")[0]: each for each in times}
+    dots = sorted(each["count"] for each in times if each["operator"] == "dot")
+    assert dots == [1, 2], "two products that read the same kind of operand are one line"
+    assert by_name["conv"]["shape"] == [2, 4, 6, 6]
+    assert all(each["predicted_s"] > 0 and (each["measured_s"] or each["why"]) for each in times)
+    assert by_name["conv"]["measured_s"] > 0
+    assert "(predicted | measured)" in printed
+    assert "by kind:\n" in printed
+    assert "dot [12, 24] 2 times" in printed
+    assert main([*command, "--device", "h100"]) == 2
+    assert (
+        "--time measures on this machine, --device h100 predicts another: give --device local too"
+        in capsys.readouterr().err
+    )

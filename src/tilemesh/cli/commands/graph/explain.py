@@ -25,6 +25,7 @@ from tilemesh.plan.place.propagate import PlacedGraph
 from tilemesh.train.programs import load_program
 
 if TYPE_CHECKING:
+    from tilemesh.graph.timed import OperatorTime
     from tilemesh.measure.row import Row
     from tilemesh.report.html import Html
 
@@ -45,6 +46,7 @@ class ExplainOptions:
     memory: str | None = option(None, "What a rank may hold, such as 8GiB; by default what the device has.", "SIZE")
     train: bool = option(False, "Place a training step: with gradients, and new values of all parameters.")
     run: bool = option(False, "Run what is chosen on ranks of this machine; needs --device local.")
+    time: bool = option(False, "Measure each operator and kernel on this machine; needs --device local.")
     whole: bool = option(False, "Print both graphs whole, however long they are.")
     svg: OutFile | None = option(None, "Draw the graph: before, after, and as kernels.", "FILE")
     html: OutFile | None = option(None, "The drawing and the rules as a page.", "FILE")
@@ -54,10 +56,14 @@ class ExplainOptions:
 def explain(options: ExplainOptions) -> Output:
     _require_mesh(options)
     model, inputs = load_program(options.program)
+    import torch
+
     from tilemesh.graph.draw import drawing
+    from tilemesh.graph.generated import way_for
     from tilemesh.graph.kernel_c import CWriter
     from tilemesh.graph.regions import fused
     from tilemesh.graph.rules import ALGEBRA, simplify
+    from tilemesh.graph.timed import operator_times
     from tilemesh.graph.tracing import trace
 
     device = options.device
@@ -79,6 +85,11 @@ def explain(options: ExplainOptions) -> Output:
             [("as traced", before), ("after the rules", after), ("as kernels", fused(after, CWriter.serves))]
         )
 
+    times = []
+    if options.time:
+        is_compiled = way_for(torch.device("cpu")) is not None
+        times = operator_times(fused(after, CWriter.serves) if is_compiled else after, figures_of)
+    record |= {"times": [vars(each) for each in times]} if times else {}
     width = max([len(gain.rule) for gain in gains], default=0)
     rules = [
         f"  {gain.rule:<{width}}  {gain.times:>4} times, {gain.launches:>4} operators fewer,"
@@ -91,6 +102,7 @@ def explain(options: ExplainOptions) -> Output:
         "",
         *_graph_lines("after", after, options.whole),
         *(f"{name:>6}: {_words(figures[name], device)}" for name in figures),
+        *time_lines(times),
         *([] if placed is None else ["", f"on {options.mesh}:", *placed_lines(placed)]),
         *(["", *chosen.chosen_lines(answers)] if answers else []),
     ]
@@ -119,7 +131,37 @@ def _placed(
     return space.placed(answers[0].choice or ()), answers, runs, run_rows(runs, space)
 
 
+def time_lines(times: Sequence[OperatorTime]) -> list[str]:
+    """Where the time goes, operator by operator, and how well each kind of operator is predicted."""
+    if not times:
+        return []
+    total = sum(each.measured_s or 0.0 for each in times)
+    lines = ["", "as kernels, each by itself on this machine (predicted | measured):"]
+    kinds: dict[str, list[OperatorTime]] = {}
+    for each in times:
+        kinds.setdefault(each.operator.split(" of ")[0], []).append(each)
+        share = "" if each.measured_s is None else f" {each.measured_s / total:6.1%}"
+        measured = each.why if each.measured_s is None else format_seconds(each.measured_s)
+        many = f" {each.count} times" if each.count > 1 else ""
+        lines.append(
+            f"  {format_seconds(each.predicted_s):>9} | {measured:>9}{share}  {each.operator}"
+            f" {list(each.shape)}{many} {each.line}".rstrip()
+        )
+    lines.append("by kind:")
+    for kind, members in kinds.items():
+        pairs = [(each.predicted_s, each.measured_s) for each in members if each.measured_s is not None]
+        predicted_s, measured_s = (sum(column) for column in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
+        if measured_s:
+            figures = f"{format_seconds(predicted_s)} | {format_seconds(measured_s)}, {measured_s / total:.1%} of all"
+            lines.append(f"  {kind}: {figures}, predicted {predicted_s / measured_s - 1:+.0%}")
+    return lines
+
+
 def _require_mesh(options: ExplainOptions) -> None:
+    if options.time and options.device != LOCAL:
+        raise UsageError(
+            f"--time measures on this machine, --device {options.device} predicts another: give --device local too"
+        )
     placing = {"--pin": options.pin, "--choose": options.choose, "--memory": options.memory, "--train": options.train}
     for name, value in placing.items():
         if value and options.mesh is None:
