@@ -16,13 +16,17 @@ from tilemesh.comm.connection import run_threads
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.axes import ordered, ranks_of
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.tensor_placement import parse
 from tilemesh.graph import build
 from tilemesh.graph.by_torch import run_torch
-from tilemesh.graph.ir import Node
+from tilemesh.graph.ir import Graph, Node
 from tilemesh.graph.joint import ModuleCall, trace_joint, with_update
 from tilemesh.parallel import Mesh, PlacedModule, place
 from tilemesh.parallel.placed import Pins, place_joint
+from tilemesh.plan.place.combine import combined
+from tilemesh.plan.place.cost import MeshCost
+from tilemesh.plan.place.local import local_graph
 from tilemesh.plan.place.propagate import propagate
 from tilemesh.runs.tensors import parts_of
 
@@ -284,3 +288,25 @@ def test_what_cannot_be_placed_is_refused_in_a_line(module: nn.Module, pins: Pin
         run_threads(1, rank)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_small_sums_of_gradients_are_one_exchange() -> None:
+    """As many bytes in fewer exchanges, which pays wherever one begins with a latency; large ones stay apart."""
+    trace = trace_joint(Mlp(), ModuleCall.example(batch()))
+    joint = place_joint(trace, (("dp", 4),), {"input0": "dp:S0", "input1": "dp:S0"})
+    local = local_graph(joint.placed, 0, joint.outputs)
+    fewer, cost = combined(local, trace.results), MeshCost((("dp", 4),), parse_cluster("4xh100"))
+
+    def sums(graph: Graph) -> list[Node]:
+        return [node for node in graph.nodes() if node.op == "all_reduce"]
+
+    assert (len(sums(local)), len(sums(fewer))) == (5, 2), "the loss, and four gradients together"
+    (before_s, before), (after_s, after) = cost.of_program(local), cost.of_program(fewer)
+    assert after == before
+    assert after_s < before_s
+    assert [node.shape for node in fewer.outputs] == [node.shape for node in local.outputs]
+    large = nn.Linear(512, 512)
+    trace = trace_joint(large, ModuleCall.example([torch.randn(8, 512)]))
+    joint = place_joint(trace, (("dp", 4),), {"input0": "dp:S0"})
+    local = local_graph(joint.placed, 0, joint.outputs)
+    assert len(sums(combined(local, trace.results))) == len(sums(local))

@@ -39,6 +39,7 @@ from tilemesh.parallel.agree import agree, tell
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.shard import take
 from tilemesh.parallel.whole import gather_parts, handed_around
+from tilemesh.plan.place.combine import combined
 from tilemesh.plan.place.local import local_graph, whole_shape
 from tilemesh.plan.place.propagate import PlacedGraph, propagate
 from tilemesh.plan.place.rules import EXCHANGES, OpaqueRule, is_random
@@ -164,8 +165,8 @@ class PlacedProgram:
         trace = self.trace = joint.trace
         self.joint, self.mesh = joint, mesh
         self.results = trace.results + len(trace.changed)
-        local = with_generator(local_graph(joint.placed, mesh.comm.rank, joint.outputs), generator)
-        self.local = local
+        parts = local_graph(joint.placed, mesh.comm.rank, joint.outputs)
+        local = self.local = with_generator(combined(parts, self.results), generator)
         device = generator.device
         forward, backward = divided(local, self.results)
         agree(mesh.comm, {"exchanges": [_serials(forward), _serials(backward)]})
@@ -277,11 +278,6 @@ class PlacedModule(nn.Module):
             if mark.kind == "S":
                 gradient = self.mesh.axis(axis).comm.all_reduce(gradient.contiguous())
         return gradient
-
-    @property
-    def results(self) -> int:
-        """Tensors that the module returns."""
-        return next(iter(self.programs.values())).trace.results
 
     # Whole tensors --------------------------------------------------------------------------------------------------
 

@@ -169,7 +169,8 @@ def stage(
         if stages[number] == own:
             called = [*example, *(microbatches[0][1] if is_last else ())]
             placed = place(module, mesh, pins[number] if pins else MappingProxyType({}), called)
-            [given, *others] = next(iter(placed.programs.values())).trace.graph.outputs[: placed.results]
+            trace = next(iter(placed.programs.values())).trace
+            [given, *others] = trace.graph.outputs[: trace.results]
             if others:
                 raise UsageError(f"module {number} of a pipeline gives {1 + len(others)} tensors: expected one")
             leaves = torch.empty(numbers(given.shape), dtype=dtype_of(given.dtype), device=example[0].device)
