@@ -118,7 +118,7 @@ def test_a_cpus_own_function_for_decoding_is_within_the_bound(
         pytest.skip("no C compiler here")
     sequences = tuple((before, 1) for before in (0, 1, 2, 6, 7, 8, 63, 130))
     q, keys, values, tables, tiles = make(sequences, kv_heads, group, width, torch.float32, 1)
-    assert cpu.serves_decoding(q, torch.stack((keys, values)))
+    assert cpu.serves_pages(q, torch.stack((keys, values)))
     options = {"longest": 131, "window": window, "cap": cap}
     given = (q, keys, values, tables, tiles)
     positions = torch.tensor([before for before, _ in sequences])
@@ -131,6 +131,30 @@ def test_a_cpus_own_function_for_decoding_is_within_the_bound(
     assert excess(found, exact(*given, **options), error_bound(*given, **options)) is None
     alone = cpu.attend_decoding(q[3:4], keys, values, tables[3:4].long(), positions[3:4], 7, window, cap)
     assert torch.equal(alone[0], found[3])
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "width", "window", "cap"),
+    [(2, 1, 16, 0, 0.0), (1, 3, 20, 0, 0.0), (3, 2, 64, 37, 0.0), (2, 2, 33, 5, 0.8), (1, 1, 1, 0, 0.0)],
+)
+@pytest.mark.parametrize(("tokens", "befores"), [(5, (0, 1, 130)), (70, (0, 3)), (33, (7,))])
+def test_a_cpus_own_function_for_chunks_is_within_the_bound(
+    kv_heads: int, group: int, width: int, window: int, cap: float, tokens: int, befores: tuple[int, ...]
+) -> None:
+    if cpu.library() is None:
+        pytest.skip("no C compiler here")
+    q, *rest = make(tuple((before, tokens) for before in befores), kv_heads, group, width, torch.float32, 1)
+    keys, values, tables, _ = rest
+    positions = torch.tensor([list(range(before, before + tokens)) for before in befores])
+    found = cpu.attend_chunks(q.view(-1, tokens, *q.shape[1:]), keys, values, tables.long(), positions, window, cap)
+    options = {"longest": 140, "window": window, "cap": cap}
+    want, bound = exact(q, *rest, **options), error_bound(q, *rest, **options)
+    assert excess(found.flatten(0, 1), want, bound) is None
+    assert excess(found.flatten(0, 1).flip(0), want, bound) is not None or width == 1
+    alone = cpu.attend_chunks(
+        q.view(-1, tokens, *q.shape[1:])[:1], keys, values, tables[:1].long(), positions[:1], window, cap
+    )
+    assert torch.equal(alone[0], found[0])
 
 
 @pytest.mark.parametrize("split", [0, 64])

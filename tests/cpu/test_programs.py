@@ -22,11 +22,11 @@ from tilemesh.model.cache import DenseCache
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.kernels import OURS, PLAIN, STANDARD
 from tilemesh.model.kinds import few_bits, put
-from tilemesh.model.programs import definition, ends, few_tokens, fused_mlp, joined, one_token, products
+from tilemesh.model.programs import definition, ends, few_tokens, fused_mlp, joined, one_token, products, rows_on_cpu
 from tilemesh.model.programs.explain import explain
 from tilemesh.model.programs.group import as_one, layer_groups
 from tilemesh.model.programs.prepare import PROGRAMS, Prepared, prepare
-from tilemesh.model.programs.program import TRAINING, LayerProgram, Use, row_class
+from tilemesh.model.programs.program import CUT_OTHERWISE, TRAINING, LayerProgram, Use, row_class
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.gate.alone import compress_all
 from tilemesh.parallel.gate.cases import PAPERS
@@ -126,6 +126,65 @@ APPLIES = {
     joined.JOINED.name: {"gpt2", "post"}, fused_mlp.FUSED_MLP.name: {"gpt2", "gpt_neox", "neox", "post"},
     ends.EMBEDDING.name: {*PAPERS} - {*_GEMMA, "post"}, ends.PROJECTION.name: {*PAPERS},
 }  # fmt: skip
+
+
+# In C, on a CPU: float32 alone, so that what a step is off by is held against what the definition is off by.
+_IN_C = (rows_on_cpu.IN_C, rows_on_cpu.STEP)
+_QUEUE = [(5, 4), (90, 5), (1, 6), (17, 3), (200, 4)]
+"""Tokens of prompts, and of answers: steps that decode, with prompts in them, and of more tokens than few."""
+
+
+def served_steps(
+    config: ModelConfig, dtype: torch.dtype, programs: Sequence[LayerProgram] | None
+) -> tuple[Tensor, Any]:
+    """`programs`: beside the definition; None: the definition over gathered pages."""
+    model = model_of(config, dtype).eval().requires_grad_(False)
+    limits = ServeLimits(pages=60, context=config.context, page_tokens=16, step_tokens=128, chunk_tokens=64, running=4)
+    runner = Runner(model, limits, packed=False, implementation="torch" if programs is None else "auto")
+    use = Use(side_by_side=programs is not None)
+    runner.programs = prepare(model, use, programs=(*DEFINITION, *(programs or ())))
+    scheduler, draw, found = Scheduler(limits), random.Random(2), []
+    for number, (prompt, output) in enumerate(_QUEUE):
+        scheduler.add(ServeRequest(str(number), [draw.randrange(config.vocabulary) for _ in range(prompt)], output))
+    while scheduler.busy:
+        plan = scheduler.plan()
+        logits = runner.run(plan)
+        found += [
+            logits[entry.request.name].logits_NV.double() for entry in plan.entries if entry.request.name in logits
+        ]
+        sampled = {entry.request.name: [draw.randrange(config.vocabulary)] for entry in plan.entries if entry.samples}
+        scheduler.commit(plan, sampled)
+    return torch.cat(found), runner.programs
+
+
+@pytest.mark.skipif(rows_on_cpu.library() is None, reason="no C compiler here")
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "yarn", "odd"])
+def test_functions_in_c_are_as_exact_as_the_definition(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Widths that no vector divides, biases, windows and a cap among them."""
+    monkeypatch.setattr(rows_on_cpu, "multiplies_few", lambda dtype: True)  # on arm64 it is tried as well
+    odd = LLAMA.replace(
+        width=60, heads=6, kv_heads=3, mlp_width=91, vocabulary=67, score_cap=4.0, logit_cap=9.0, biases=True
+    )
+    config = (odd if name == "odd" else PAPERS[name]).replace(context=256)
+    exact, _ = served_steps(config, torch.float64, None)
+    plain, _ = served_steps(config, torch.float32, None)
+    off = float((plain - exact).abs().max())
+    for program in _IN_C:
+        found, programs = served_steps(config, torch.float32, (program,))
+        assert program.name in used_by(programs)
+        assert 0 < float((found - exact).abs().max()) < 3 * off, program.name
+
+
+def test_functions_in_c_say_why_they_are_not_taken() -> None:
+    model = model_of(LLAMA, torch.float32).eval().requires_grad_(False)
+    other = model_of(LLAMA).eval().requires_grad_(False)
+    assert reasons(prepare(other, Use()), rows_on_cpu.IN_C) == {"its functions are for serving in float32"}
+    for use, reason in (
+        (Use(invariant=True), CUT_OTHERWISE),
+        (Use(), "the cache wants queries, keys and values apart"),
+    ):
+        if rows_on_cpu.library() is not None:
+            assert reasons(prepare(model, use), rows_on_cpu.STEP) == {reason}
 
 
 def gradients(programs: Callable[..., Tensor], model: Transformer, tokens: Tensor) -> list[Tensor]:

@@ -9,6 +9,7 @@ and whoever writes into it in place is noticed. So each weight is held twice.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
@@ -18,8 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tilemesh.kernels.few_linear.cost import MOST_ROWS
+from tilemesh.kernels.few_linear.cpu import few_product, library
 from tilemesh.model.kinds import Adapted
-from tilemesh.model.linear import ALONE, DENSE, DenseMatrix, Linear, WeightHolder
+from tilemesh.model.linear import ALONE, DENSE, DenseMatrix, Linear, MatrixKind, WeightHolder
 from tilemesh.model.programs.group import LayerGroups, group_layers
 from tilemesh.model.transformer import Transformer
 
@@ -120,9 +123,41 @@ def forget_packed(model: Transformer, groups: Sequence[LayerGroups] = ()) -> Non
             kind.held.forget()
 
 
+@dataclass(frozen=True)
+class FewRows(DenseMatrix):
+    """A dense weight whose product with a few rows is ours, in C: as it is stored, it is read once."""
+
+    def affine(self, layer: WeightHolder, x: Tensor, bias: Tensor | None) -> Tensor:
+        weight = layer.weight
+        is_float = x.dtype == weight.dtype == torch.float32 and x.device == weight.device == _CPU
+        if not is_float or x.requires_grad or not 0 < x.numel() <= MOST_ROWS * x.shape[-1]:
+            return functional.linear(x, weight, bias)
+        return few_product(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
+
+    def stacked(self) -> MatrixKind | None:
+        return self
+
+
+FEW_ROWS = FewRows()
+
+
+def multiplies_few(dtype: torch.dtype) -> bool:
+    """Whether there is this product here. On arm64 oneDNN's, of weights that were laid out once, is as quick."""
+    on_arm = platform.machine() in ("aarch64", "arm64")
+    return dtype == torch.float32 and not on_arm and library() is not None
+
+
+def _packed(weight: Tensor, parts: tuple[Tensor, ...]) -> DenseMatrix:
+    return Packed(held=PackedWeight(weight, parts))
+
+
 @torch.no_grad()
-def pack_products(model: Transformer, groups: Sequence[LayerGroups] = ()) -> None:
-    """Every product whose weight is dense, those of groups as they lie together.
+def pack_products(
+    model: Transformer,
+    groups: Sequence[LayerGroups] = (),
+    kind: Callable[[Tensor, tuple[Tensor, ...]], DenseMatrix] = _packed,
+) -> None:
+    """Every product whose weight is dense, those of groups as they lie together. `kind`: of a weight and its parts.
 
     Projections that are something else (split over ranks, in few bits, with an adapter that is trained) stay as they
     are.
@@ -130,15 +165,14 @@ def pack_products(model: Transformer, groups: Sequence[LayerGroups] = ()) -> Non
     grouped: set[Linear] = set()
     for product in (product for pair in groups for product in (pair.heads, pair.gated) if product is not None):
         if _is_dense(product.layer):
-            parts = tuple(member.weight for member in product.members)
-            _pack(product.layer, parts)
+            _become(product.layer, kind(product.layer.weight, tuple(member.weight for member in product.members)))
             grouped.update(product.members)
     for module in model.layers.modules():
         if _is_dense(module) and module not in grouped:
-            _pack(module)
+            _become(module, kind(module.weight, ()))
     head = model.token_embedding if model.output is None else model.output
     if head is not None and (head is model.token_embedding or _is_dense(head)):
-        head.become(Packed(held=PackedWeight(head.weight)))
+        head.become(kind(head.weight, ()))
 
 
 def _is_dense(module: object) -> TypeGuard[Linear]:
@@ -149,6 +183,5 @@ def _is_dense(module: object) -> TypeGuard[Linear]:
     return kind == DENSE and not module.weight.requires_grad
 
 
-def _pack(layer: Linear, parts: tuple[Tensor, ...] = ()) -> None:
-    packed = Packed(held=PackedWeight(layer.weight, parts))
-    layer.become(replace(layer.kind, base=packed) if isinstance(layer.kind, Adapted) else packed)
+def _become(layer: Linear, kind: DenseMatrix) -> None:
+    layer.become(replace(layer.kind, base=kind) if isinstance(layer.kind, Adapted) else kind)

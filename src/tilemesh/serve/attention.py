@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.paged_attention.codes import CODES, put_pages, take_pages
-from tilemesh.kernels.paged_attention.cpu import attend_decoding, serves_decoding
+from tilemesh.kernels.paged_attention.cpu import attend_chunks, attend_decoding, library, serves_pages, turn_and_store
 from tilemesh.kernels.paged_attention.reference import paged_attention, prompt_tile
 from tilemesh.kernels.paged_attention.store import store_pages
 from tilemesh.model.attend_alone import attend_in_blocks
@@ -62,6 +62,17 @@ class StoredPages(NamedTuple):
         return take_pages(self.held[which], self.scales_of(which), pages, dtype)
 
 
+class DecodingPages(NamedTuple):
+    """Where sequences that decode have a layer's keys and values."""
+
+    keys: Tensor
+    values: Tensor
+    tables_RM: Tensor
+    places_R: Tensor
+    positions_R: Tensor
+    longest: int
+
+
 class PagedKeyValues:
     """A `KeyValueCache` over a pool of pages. Call `prepare` before each pass of the model.
 
@@ -90,7 +101,6 @@ class PagedKeyValues:
         self.implementation, self.code = implementation, code
         self.by_kernel = self.device.type == "cuda" or implementation != "auto"
         """Whether attention is our kernels': batches then need a layout."""
-        self.attend_joined = self._attend_joined if self.by_kernel else None
         self._swapped: dict[int, StoredPages] = {}  # the same with the CPU's pages
         self._stored: dict[int, StoredPages] = {}  # by layer
         self._batch: Batch | None = None
@@ -128,6 +138,20 @@ class PagedKeyValues:
         self._local_batch = local_batch(batch) if self.local_pages else None
         return self
 
+    def joins(self, dtype: torch.dtype) -> bool:
+        """Whether there is `attend_joined`, for what one product of query, key and value gives."""
+        in_c = dtype == torch.float32 and not self.invariant and not self.code and library() is not None
+        return self.by_kernel or (self.device.type == "cpu" and in_c)
+
+    def decoding(self, layer: int, dtype: torch.dtype, kv_heads: int, width: int, window: int) -> DecodingPages | None:
+        """Of a pass in which every sequence decodes one token and nothing is padded; None: it is another."""
+        batch = self._seen_by(window)
+        if len(batch.groups) != 1 or batch.groups[0].tokens > 1 or batch.groups[0].mask_RTS is not None:
+            return None
+        keys, values = self._pool(layer, dtype, kv_heads, width, batch is not self._batch).held
+        group = batch.groups[0]
+        return DecodingPages(keys, values, group.pages_RP, batch.places_T, batch.positions_1T[0], group.keys)
+
     def tile_sizes(self, heads: int, kv_heads: int, width: int, itemsize: int) -> TileSizes | None:
         """How our kernels want the tokens of a pass."""
         if not self.by_kernel:
@@ -143,7 +167,7 @@ class PagedKeyValues:
             self._stored[layer] = StoredPages.empty(shape, dtype, self.device, self.code)
         return self._stored[layer]
 
-    def _attend_joined(
+    def attend_joined(
         self,
         layer: int,
         qkv_BTF: Tensor,
@@ -156,12 +180,14 @@ class PagedKeyValues:
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         batch = self._seen_by(window)
-        assert batch.layout is not None
         width = qkv_BTF.shape[2] // (heads + 2 * kv_heads)
         wanted = dtype or qkv_BTF.dtype
         stored = self._pool(layer, wanted, kv_heads, width, batch is not self._batch)
         scales = None if stored.scales is None else (stored.scales[0], stored.scales[1])
         tables = None if rotary is None else (rotary[0][0, :, 0], rotary[1][0, :, 0])
+        if batch.layout is None:
+            q_THE = turn_and_store(qkv_BTF[0], tables, batch.places_T, stored.held[0], stored.held[1], heads)
+            return self._attend_groups(batch, q_THE, stored, window, cap)[None]
         q_THE = store_pages(
             qkv_BTF, tables, batch.places_T, *stored.held, heads=heads, scales=scales, dtype=wanted,
             implementation=self.implementation,
@@ -202,19 +228,27 @@ class PagedKeyValues:
         stored.put(batch.places_T, k_BTKE[0], v_BTKE[0])
         if batch.layout is not None:
             return self._attend_tiles(batch.layout, q_BTHE[0], stored, window, cap)[None]
-        y_THE = torch.empty_like(q_BTHE[0])
+        return self._attend_groups(batch, q_BTHE[0], stored, window, cap)[None]
+
+    def _attend_groups(self, batch: Batch, q_THE: Tensor, stored: StoredPages, window: int, cap: float) -> Tensor:
+        y_THE = torch.empty_like(q_THE)
         for group in batch.groups:
             rows = slice(group.begin, group.begin + group.rows * group.tokens)
-            q_RTHE = q_BTHE[0, rows].view(group.rows, group.tokens, *q_BTHE.shape[2:])
-            if group.tokens == 1 and not self.invariant and not self.code and serves_decoding(q_RTHE, stored.held):
-                keys, values = stored.held
-                y_THE[rows] = attend_decoding(
-                    q_RTHE[:, 0], keys, values, group.pages_RP, batch.positions_1T[0, rows], group.keys, window, cap
-                )
+            q_RTHE = q_THE[rows].view(group.rows, group.tokens, *q_THE.shape[1:])
+            if not self.invariant and not self.code and serves_pages(q_RTHE, stored.held):
+                (keys, values), positions_T = stored.held, batch.positions_1T[0, rows]
+                if group.tokens == 1:
+                    y_THE[rows] = attend_decoding(
+                        q_RTHE[:, 0], keys, values, group.pages_RP, positions_T, group.keys, window, cap
+                    )
+                else:
+                    positions_RT = positions_T.view(group.rows, group.tokens)
+                    y_RTHE = attend_chunks(q_RTHE, keys, values, group.pages_RP, positions_RT, window, cap)
+                    y_THE[rows] = y_RTHE.flatten(0, 1)
                 continue
             attend = self._attend_in_blocks if self.invariant else _attend_together
             y_THE[rows] = attend(group, q_RTHE, stored, window, cap).flatten(0, 1)
-        return y_THE[None]
+        return y_THE
 
     def _attend_in_blocks(
         self, group: AttentionGroup, q_RTHE: Tensor, stored: StoredPages, window: int, cap: float

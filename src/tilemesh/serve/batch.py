@@ -151,8 +151,10 @@ def make_batch(
     page_tokens: int,
     device: torch.device,
     tile_sizes: TileSizes | None = None,
+    padded: bool = True,
 ) -> Batch:
-    """One pass over these. `tile_sizes`: for our kernels; without, for plain torch."""
+    """One pass over these. `tile_sizes`: for our kernels; without, for plain torch. `padded`: whether sequences that
+    decode together are padded to the longest of them."""
     ordered = sorted(pieces, key=lambda piece: (piece.end - piece.begin, piece.end))
     tokens: list[int] = []
     positions: list[int] = []
@@ -182,7 +184,9 @@ def make_batch(
     groups: tuple[AttentionGroup, ...] = ()
     layout = None
     if tile_sizes is None:
-        groups = tuple(_group(ordered[a:b], begins[a], page_tokens, device) for a, b in _together(ordered))
+        groups = tuple(
+            _group(ordered[a:b], begins[a], page_tokens, device, padded) for a, b in _together(ordered, padded)
+        )
     else:
         layout = _layout(ordered, begins, page_tokens, device, tile_sizes)
     wanted_N = torch.tensor(wanted, dtype=torch.int64).to(device, non_blocking=True)
@@ -260,12 +264,14 @@ def rounded(size: int) -> int:
     return max(64, 1 << (size - 1).bit_length())
 
 
-def _together(ordered: Sequence[TokenSpan]) -> Iterator[tuple[int, int]]:
+def _together(ordered: Sequence[TokenSpan], padded: bool) -> Iterator[tuple[int, int]]:
     """Which of these, sorted by new tokens and length, share a call: where padding costs less than another call."""
     first = 0
     for index, piece in enumerate(ordered):
         head = ordered[first]
         same = piece.end - piece.begin == head.end - head.begin
+        if same and not padded and piece.end - piece.begin == 1:
+            continue
         large = (index + 1 - first) * piece.end > _MOST_KEYS and index > first
         if not same or large or piece.end > _PADDING * head.end + _WORTH_A_CALL:
             yield first, index
@@ -274,7 +280,9 @@ def _together(ordered: Sequence[TokenSpan]) -> Iterator[tuple[int, int]]:
         yield first, len(ordered)
 
 
-def _group(pieces: Sequence[TokenSpan], begin: int, page_tokens: int, device: torch.device) -> AttentionGroup:
+def _group(
+    pieces: Sequence[TokenSpan], begin: int, page_tokens: int, device: torch.device, padded: bool
+) -> AttentionGroup:
     tokens, keys = pieces[0].end - pieces[0].begin, pieces[-1].end
     count = -(-keys // page_tokens)
     tables: dict[str, Tensor] = {}
@@ -286,7 +294,7 @@ def _group(pieces: Sequence[TokenSpan], begin: int, page_tokens: int, device: to
     even = pieces[0].end == keys
     mask_RTS = None
     causal = even and tokens == keys and tokens > 1
-    if not causal and not (even and tokens == 1):
+    if not causal and not ((even or not padded) and tokens == 1):
         last_RT = torch.tensor([piece.begin for piece in pieces])[:, None] + torch.arange(tokens)
         mask_RTS = (torch.arange(keys) <= last_RT[:, :, None]).to(device)
     return AttentionGroup(begin, len(pieces), tokens, tables["pages"], keys, mask_RTS, causal, tables.get("local"))

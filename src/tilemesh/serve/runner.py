@@ -24,7 +24,7 @@ from tilemesh.model.experts import Experts
 from tilemesh.model.kinds import Adapted, FewBits, note_silent, projections
 from tilemesh.model.linear import DENSE, DenseMatrix
 from tilemesh.model.norm import ResidualNorm
-from tilemesh.model.packed import Packed, forget_packed, pack_products, packed_bytes, packs
+from tilemesh.model.packed import FEW_ROWS, Packed, forget_packed, multiplies_few, pack_products, packed_bytes, packs
 from tilemesh.model.programs.explain import explain
 from tilemesh.model.programs.group import group_layers
 from tilemesh.model.programs.prepare import prepare
@@ -108,7 +108,7 @@ class Runner:
 
     def _use(self) -> Use:
         return Use(
-            side_by_side=self.cache.attend_joined is not None,
+            side_by_side=self.cache.joins(next(self.model.parameters()).dtype),
             single_rows=self.device.type == "cuda" and self._has_row_kernel(),
             launches_early=launches_early(self.device),
             invariant=self.invariant,
@@ -120,6 +120,8 @@ class Runner:
             return  # they are chosen already
         if self.device.type == "cpu" and (self._can_pack() if packed is None else packed):
             pack_products(self.model, self.programs.groups)
+        elif self.device.type == "cpu" and multiplies_few(self._like.dtype):
+            pack_products(self.model, self.programs.groups, lambda weight, parts: FEW_ROWS)
         if self.device.type == "cuda":
             for module in self.model.modules():
                 if isinstance(module, ResidualNorm):
@@ -218,7 +220,8 @@ class Runner:
         computed: dict[str, RequestLogits] = {}
         if not whole:
             return computed
-        batch = make_batch(whole, self.limits.page_tokens, self.device, self._tile_sizes)
+        padded = not self.cache.joins(self._like.dtype)
+        batch = make_batch(whole, self.limits.page_tokens, self.device, self._tile_sizes, padded)
         logits_NV = self._pass(batch)
         begin = 0
         for piece in batch.pieces:
@@ -270,4 +273,4 @@ class Runner:
         return self._project(x_TD if batch.wanted is None else x_TD[batch.wanted])
 
     def _project(self, x_TD: Tensor) -> Tensor:
-        return self.model.project(x_TD)
+        return self.programs.project(x_TD)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tilemesh.core.c_library import NATIVE, build_library
 from tilemesh.core.errors import RunError
+from tilemesh.kernels.c_functions import loaded_openmp
 from tilemesh.kernels.lowbit.formats import Scheme
 
 _SOURCE = Path(__file__).with_name("cpu.c")
@@ -49,12 +50,6 @@ def library() -> ctypes.CDLL | None:
         return loaded if _is_right(loaded) else None
     except (OSError, RunError, AttributeError):
         return None
-
-
-def loaded_openmp() -> list[str]:
-    """OpenMP's library that this process has loaded with torch."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return sorted({line.split(maxsplit=5)[5] for line in lines if "libgomp" in line or "libiomp5" in line})
 
 
 def _is_right(loaded: ctypes.CDLL) -> bool:

@@ -7,20 +7,10 @@
  * Names as in reference.py: R sequences, H heads of queries, K of keys and values, E width, N tokens of a page, M pages
  * of a row of the table; G = H / K. `scores` has room for H * most numbers of each sequence, `most` being four more than its keys.
  */
-#include <math.h>
 #include <omp.h>
-#include <stdint.h>
 
-/* e^x for x <= 0 to about two units in the last place, by operations that vectorise; below -87 it is 0. */
-static inline float power(float x) {
-    const float clipped = x < -87.0f ? -87.0f : x;
-    const float n = rintf(clipped * 1.44269504f);
-    const float r = (clipped - n * 0.693359375f) + n * 2.12194440e-4f;
-    const float p = 1 + r * (1 + r * (0.5f + r * (0.166666657f + r * (4.16665795e-2f + r * (8.33345205e-3f +
-                    r * 1.39819995e-3f)))));
-    union { int32_t i; float f; } scale = {.i = ((int32_t)n + 127) << 23};
-    return x < -87.0f ? 0 : p * scale.f;
-}
+#define KEYS (4 * LANES) /* that are scored at once */
+#define QUERIES 32 /* tokens that a thread takes at once */
 
 /* The keys of one page that are seen, from `s` to `end`, four at a time; behind the last of them stands it again. */
 #define EACH_FOUR(pool, pointers)                                                                                      \
@@ -32,6 +22,11 @@ static inline float power(float x) {
                           (pointers)[3] = (pointers)[0] + (s + 3 < last ? 3 : 0) * token, 1);                          \
              s += 4)
 
+/* One of so many parts of the numbers that come next. */
+static inline void fetch(const float *next, long part, long parts, long count) {
+    for (long at = part * 16; at < count; at += parts * 16) __builtin_prefetch(next + at, 0, 2);
+}
+
 static void attend_one(const float *q, const float *keys, const float *values, const int64_t *table, float *y,
                        float *scores, long begin, long end, long heads, long G, long K, long E, long N, long most,
                        float scale, float cap) {
@@ -41,6 +36,7 @@ static void attend_one(const float *q, const float *keys, const float *values, c
         for (long g = 0; g < heads; g++) {
             const float *x = q + g * E;
             const long at = g / G * E;
+            fetch(k[3] + token, g, heads, 4 * token);
             float a = 0, b = 0, c = 0, d = 0;
 #pragma omp simd reduction(+ : a, b, c, d)
             for (long e = 0; e < E; e++) {
@@ -72,6 +68,7 @@ static void attend_one(const float *q, const float *keys, const float *values, c
             const float *w = scores + g * most + s - begin;
             const float a = w[0], b = s + 1 < last ? w[1] : 0, c = s + 2 < last ? w[2] : 0, d = s + 3 < last ? w[3] : 0;
             float *restrict to = y + g * E;
+            fetch(v[3] + token, g, heads, 4 * token);
 #pragma omp simd
             for (long e = 0; e < E; e++) to[e] += a * v[0][at + e] + b * v[1][at + e] + c * v[2][at + e] + d * v[3][at + e];
         }
@@ -90,5 +87,107 @@ void attend_decoding(const float *q, const float *keys, const float *values, con
         const long begin = window && end > window ? end - window : 0, from = first / G * E, to = (r * H + first) * E;
         attend_one(q + to, keys + from, values + from, tables + r * M, y + to, scores + (r * H + first) * most, begin, end,
                    heads, G, K, E, N, most, scale, cap);
+    }
+}
+
+/* The scores of two queries and a block of keys, of which the e-th numbers stand in row e. */
+static inline void score_two(const float *a, const float *b, const float *block, float *to, long E) {
+    lanes s[2][4];
+    for (int i = 0; i < 8; i++) s[i / 4][i % 4] = (lanes){0};
+    for (long e = 0; e < E; e++) {
+        const float *row = block + e * KEYS;
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) {
+            const lanes k = *(const lanes *)(row + j * LANES);
+            s[0][j] += a[e] * k, s[1][j] += b[e] * k;
+        }
+    }
+    for (int i = 0; i < 8; i++) *(lanes *)(to + i * LANES) = s[i / 4][i % 4];
+}
+
+/* Attention of R sequences with T new tokens each, over keys and values where they lie, up to each token's own position:
+ * KEYS keys after the other, with the softmax made anew for each of them. q, y: (R, T, H, E); positions: (R, T). */
+void attend_chunks(const float *q, const float *keys, const float *values, const int64_t *tables,
+                   const int64_t *positions, float *y, long R, long T, long H, long K, long E, long N, long M, long window,
+                   float cap) {
+    const long G = H / K, parts = (T + QUERIES - 1) / QUERIES, token = K * E;
+    const float scale = 1 / sqrtf((float)E);
+#pragma omp parallel for collapse(3) schedule(dynamic) if (R * T * H * E > 8192)
+    for (long r = 0; r < R; r++)
+        for (long k = 0; k < K; k++)
+            for (long part = 0; part < parts; part++) {
+                const long first = part * QUERIES, queries = (T - first < QUERIES ? T - first : QUERIES) * G;
+                const int64_t *at = positions + r * T + first, *table = tables + r * M;
+                const long end = at[queries / G - 1] + 1, low = window && at[0] >= window ? at[0] - window + 1 : 0;
+                const long begin = ((r * T + first) * H + k * G) * E; /* of the first query */
+                float largest[queries], total[queries], block[E * KEYS], scores[2 * KEYS];
+                for (long i = 0; i < queries; i++) largest[i] = -INFINITY, total[i] = 0;
+                for (long from = low / KEYS * KEYS; from < end; from += KEYS) {
+                    const float *held[KEYS];
+                    for (long s = 0; s < KEYS; s++) {
+                        const long known = from + s < end ? from + s : end - 1;
+                        const long place = (table[known / N] * N + known % N) * token + k * E;
+                        held[s] = values + place;
+                        for (long e = 0; e < E; e++) block[e * KEYS + s] = keys[place + e];
+                    }
+                    for (long i = 0; i < queries; i++) {
+                        const long query = begin + (i / G * H + i % G) * E, last = at[i / G] - from + 1;
+                        const long skipped = window && at[i / G] - window + 1 > from ? at[i / G] - window + 1 - from : 0;
+                        float *row = scores + i % 2 * KEYS, *restrict to = y + query, most = largest[i], sum = 0;
+                        if (i % 2 == 0) {
+                            const long next = i + 1 < queries ? i + 1 : i;
+                            score_two(q + query, q + begin + (next / G * H + next % G) * E, block, scores, E);
+                        }
+                        const long count = last < KEYS ? last : KEYS;
+                        if (count <= skipped) continue;
+                        for (long s = 0; s < KEYS; s++) {
+                            row[s] = cap > 0 ? cap * tanhf(row[s] * scale / cap) : row[s] * scale;
+                            row[s] = s < skipped || s >= count ? -INFINITY : row[s];
+                            most = row[s] > most ? row[s] : most;
+                        }
+                        const float kept = largest[i] == -INFINITY ? 0 : power(largest[i] - most);
+#pragma omp simd reduction(+ : sum)
+                        for (long s = 0; s < KEYS; s++) {
+                            row[s] = power(row[s] - most);
+                            sum += row[s];
+                        }
+                        for (long e = 0; e < E; e++) to[e] = largest[i] == -INFINITY ? 0 : to[e] * kept;
+                        largest[i] = most, total[i] = total[i] * kept + sum;
+                        for (long s = skipped / 4 * 4; s < count; s += 4) {
+                            const float *v0 = held[s], *v1 = held[s + 1], *v2 = held[s + 2], *v3 = held[s + 3];
+#pragma omp simd
+                            for (long e = 0; e < E; e++)
+                                to[e] += row[s] * v0[e] + row[s + 1] * v1[e] + row[s + 2] * v2[e] + row[s + 3] * v3[e];
+                        }
+                    }
+                }
+                for (long i = 0; i < queries; i++)
+                    for (long e = 0; e < E; e++) y[begin + (i / G * H + i % G) * E + e] /= total[i];
+            }
+}
+
+/* From rows of queries, keys and values (R, (H + 2K) E) to queries turned by their tokens' angles, (R, H, E), and turned
+ * keys and values at their places in the pages; a pair is (i, i + E / 2). `cosines`, `sines`: (R, E / 2); 0: nothing is
+ * turned. A place below 0 is counted from the end of all `places`. */
+void turn_and_store(const float *rows, const float *cosines, const float *sines, const int64_t *at, float *q, float *keys,
+                    float *values, long R, long H, long K, long E, long places) {
+    const long half = E / 2;
+#pragma omp parallel for if (R * (H + 2 * K) * E > 65536)
+    for (long r = 0; r < R; r++) {
+        const long place = (at[r] < 0 ? at[r] + places : at[r]) * K * E;
+        const float *from = rows + r * (H + 2 * K) * E, *c = cosines + r * half, *s = sines + r * half;
+        for (long h = 0; h < H + K; h++, from += E) {
+            float *restrict to = h < H ? q + (r * H + h) * E : keys + place + (h - H) * E;
+            if (!cosines) {
+                for (long e = 0; e < E; e++) to[e] = from[e];
+                continue;
+            }
+#pragma omp simd
+            for (long e = 0; e < half; e++) {
+                to[e] = from[e] * c[e] - from[e + half] * s[e];
+                to[e + half] = from[e + half] * c[e] + from[e] * s[e];
+            }
+        }
+        for (long e = 0; e < K * E; e++) values[place + e] = from[e];
     }
 }

@@ -1,4 +1,4 @@
-"""The C function of `cpu.c`, compiled for this CPU when it is first asked for: attention of sequences that decode.
+"""The C functions of `cpu.c`: attention of sequences that decode, and what stands before any attention over pages.
 
 torch would gather the pages of every sequence into one padded tensor and attend to that, one query each; this reads
 keys and values where they lie. Where there is no compiler, callers do as torch does.
@@ -8,40 +8,29 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
-import platform
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tilemesh.core.c_library import NATIVE, build_library
-from tilemesh.core.errors import RunError
-from tilemesh.kernels.lowbit.cpu import loaded_openmp
+from tilemesh.kernels.c_functions import c_functions
 
-_SOURCE = Path(__file__).with_name("cpu.c")
-_OPTIONS = ("-O3", "-fno-math-errno", "-fno-trapping-math", NATIVE, "-fopenmp")
+_ADDRESS, _LONG = ctypes.c_void_p, ctypes.c_long
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled function; None where it cannot be had here."""
-    if platform.system() != "Linux":
-        return None
-    try:
-        made = build_library("paged_attention", _SOURCE.read_text(), _OPTIONS, ("-lm",))
-        for path in loaded_openmp():
-            ctypes.CDLL(path, mode=os.RTLD_GLOBAL)
-        loaded = ctypes.CDLL(str(made), mode=os.RTLD_NOW)
-        loaded.attend_decoding.argtypes = [ctypes.c_void_p] * 7 + [ctypes.c_long] * 8 + [ctypes.c_float]
-        loaded.attend_decoding.restype = None
-        return loaded
-    except (OSError, RunError, AttributeError):
-        return None
+    """The compiled functions; None where they cannot be had here."""
+    arguments = {
+        "attend_decoding": [*[_ADDRESS] * 7, *[_LONG] * 8, ctypes.c_float],
+        "attend_chunks": [*[_ADDRESS] * 6, *[_LONG] * 8, ctypes.c_float],
+        "turn_and_store": [*[_ADDRESS] * 7, *[_LONG] * 5],
+    }
+    return c_functions("paged_attention", [Path(__file__).with_name("cpu.c")], arguments)
 
 
-def serves_decoding(q: Tensor, held: Tensor) -> bool:
-    """Whether there is such a function for these queries and pages of numbers."""
+def serves_pages(q: Tensor, held: Tensor) -> bool:
+    """Whether there are such functions for these queries and pages of numbers."""
     is_float = q.dtype == held.dtype == torch.float32
     return is_float and held.device.type == "cpu" and held.is_contiguous() and library() is not None
 
@@ -73,3 +62,47 @@ def attend_decoding(
         most, cap,
     )  # fmt: skip
     return y_RHE
+
+
+def attend_chunks(
+    q_RTHE: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables_RM: Tensor,
+    positions_RT: Tensor,
+    window: int = 0,
+    cap: float = 0.0,
+) -> Tensor:
+    """The same of several new tokens of each sequence, one after the other: (R, T, H, E)."""
+    loaded = library()
+    assert loaded is not None
+    q_RTHE, tables_RM, positions_RT = q_RTHE.contiguous(), tables_RM.contiguous(), positions_RT.contiguous()
+    (rows, tokens, heads, width), (_, page_tokens, kv_heads, _) = q_RTHE.shape, keys.shape
+    y_RTHE = torch.empty_like(q_RTHE)
+    loaded.attend_chunks(
+        q_RTHE.data_ptr(), keys.data_ptr(), values.data_ptr(), tables_RM.data_ptr(), positions_RT.data_ptr(),
+        y_RTHE.data_ptr(), rows, tokens, heads, kv_heads, width, page_tokens, tables_RM.shape[1], window, cap,
+    )  # fmt: skip
+    return y_RTHE
+
+
+def turn_and_store(
+    qkv_TF: Tensor,
+    rotary: tuple[Tensor, Tensor] | None,
+    places_T: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    heads: int,
+) -> Tensor:
+    """As `store_pages` where no code is asked for: queries (T, H, E); keys and values are in their places."""
+    loaded = library()
+    assert loaded is not None
+    qkv_TF, places_T = qkv_TF.contiguous(), places_T.contiguous()
+    pages, page_tokens, kv_heads, width = keys.shape
+    angles = [None, None] if rotary is None else [table.contiguous() for table in rotary]
+    q_THE = torch.empty(len(qkv_TF), heads, width)
+    loaded.turn_and_store(
+        qkv_TF.data_ptr(), *[None if table is None else table.data_ptr() for table in angles], places_T.data_ptr(),
+        q_THE.data_ptr(), keys.data_ptr(), values.data_ptr(), len(qkv_TF), heads, kv_heads, width, pages * page_tokens,
+    )  # fmt: skip
+    return q_THE

@@ -29,6 +29,25 @@ from tilemesh.model.programs.program import CUT_OTHERWISE, LayerProgram, Program
 from tilemesh.model.transformer import Layer, Pass
 
 
+def why_not_in_a_row(seat: ProgramSeat, any_matrix: bool = False) -> str:
+    """Why a layer is not norm, product, attention, product, norm, gated product, product, one after the other.
+    `any_matrix`: of whatever kind, and with a bias."""
+    config, layer, (heads, gated, *apart) = seat.model.config, seat.here, seat.groups
+    if config.norm_place != "pre" or config.parallel_residual:
+        return "norms are not before the blocks"
+    norms = (layer.attention_norm, layer.mlp_norm, seat.model.final_norm)
+    if any(norm is None or norm.kind != "rmsnorm" or norm.weight is None for norm in norms):
+        return "a norm is no plain RMSNorm"
+    if heads is None or gated is None:
+        return next(reason for reason in apart if reason)
+    if gated.gate != "silu":
+        return f"the gate is {gated.gate}, the kernel's is silu"
+    if reason := why_not_side_by_side(seat):
+        return reason
+    products = (heads.layer, gated.layer, layer.attention.fc_o, seat.mlp.fc_out)
+    return next((reason for product in products if (reason := _why_not_plain(product, any_matrix))), "")
+
+
 @dataclass(frozen=True)
 class FewTokens(LayerProgram):
     """Of each layer one after the other: a layer's products leave parts of sums for the next one's norm."""
@@ -37,7 +56,6 @@ class FewTokens(LayerProgram):
     """"torch" is its reference form, which has no limits of size and dtype."""
 
     def why_not(self, seat: ProgramSeat) -> str:
-        config, layer, (heads, gated, *apart) = seat.model.config, seat.here, seat.groups
         if not seat.use.launches_early:
             return "kernels here are not launched before the one ahead has ended"
         if seat.use.invariant:
@@ -45,21 +63,10 @@ class FewTokens(LayerProgram):
         has_limits = self.implementation != TORCH
         if has_limits and seat.dtype not in (torch.bfloat16, torch.float16):
             return "its kernels are for 16 bits"
-        if config.norm_place != "pre" or config.parallel_residual:
-            return "norms are not before the blocks"
-        norms = (layer.attention_norm, layer.mlp_norm, seat.model.final_norm)
-        if any(norm is None or norm.kind != "rmsnorm" or norm.weight is None for norm in norms):
-            return "a norm is no plain RMSNorm"
-        if heads is None or gated is None:
-            return next(reason for reason in apart if reason)
-        if gated.gate != "silu":
-            return f"the gate is {gated.gate}, the kernel's is silu"
-        if reason := why_not_side_by_side(seat):
+        if reason := why_not_in_a_row(seat):
             return reason
-        products = ((heads.layer, 1), (gated.layer, 2), (layer.attention.fc_o, 1), (seat.mlp.fc_out, 1))
+        products = ((seat.heads.layer, 1), (seat.gated.layer, 2), (seat.here.attention.fc_o, 1), (seat.mlp.fc_out, 1))
         for product, halves in products:
-            if reason := _why_not_plain(product):
-                return reason
             outputs, inputs = product.out_features // halves, product.in_features
             if has_limits and not parts_of(outputs, inputs, "none" if halves == 1 else "silu"):
                 return f"there is no kernel for a matrix of {product.out_features} by {inputs}"
@@ -124,12 +131,12 @@ def _through(layers: tuple[FewTokensLayer, ...], final_norm: ResidualNorm, x_1TD
     return layers[-1].normalize(parts_STD, x_TD, final_norm)[0][None]
 
 
-def _why_not_plain(layer: Linear) -> str:
-    if layer.kind.stacked() != DENSE or layer.place != ALONE:
+def _why_not_plain(layer: Linear, any_matrix: bool) -> str:
+    if layer.place != ALONE or (layer.kind.stacked() != DENSE and not any_matrix):
         return "a matrix is not dense and whole"
     if layer._forward_hooks or layer._forward_pre_hooks:
         return "somebody listens to a projection"
-    return "" if layer.bias is None else "a projection has a bias"
+    return "" if any_matrix or layer.bias is None else "a projection has a bias"
 
 
 FEW = FewTokens("few tokens, kernels without gaps", "layers", ("2-64",))

@@ -28,6 +28,7 @@ from tilemesh.model.programs import (
     joined,
     one_token,
     products,
+    rows_on_cpu,
 )
 from tilemesh.model.programs.definition import norm_passes
 from tilemesh.model.programs.group import LayerGroups, layer_groups
@@ -46,7 +47,8 @@ from tilemesh.model.transformer import Layer, LayerCall, Pass, ResidualStream, T
 
 PROGRAMS: tuple[LayerProgram, ...] = (
     definition.ATTENTION, definition.MLP, products.ATTENTION, products.MLP, one_token.GATE, one_token.NORMS,
-    few_tokens.FEW, joined.JOINED, fused_mlp.FUSED_MLP, grouped_experts.GROUPED_EXPERTS, ends.EMBEDDING,
+    few_tokens.FEW, rows_on_cpu.IN_C, rows_on_cpu.STEP,
+    joined.JOINED, fused_mlp.FUSED_MLP, grouped_experts.GROUPED_EXPERTS, ends.EMBEDDING,
     ends.PROJECTION, ends.LOSS,
 )  # fmt: skip
 """All there are. A new one is a file and a place in this list."""

@@ -1,0 +1,41 @@
+"""C functions of operators, compiled for this CPU when they are first asked for, on the threads that torch has already.
+
+A library is linked without OpenMP's own: two pools of threads would take turns on the same cores.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tilemesh.core.c_library import NATIVE, build_library
+from tilemesh.core.errors import RunError
+
+_FAST = ("-O3", "-fno-math-errno", "-fno-trapping-math", NATIVE, "-fopenmp")
+_SHARED = Path(__file__).with_name("exponential.h")
+
+
+def c_functions(name: str, sources: Sequence[Path], arguments: Mapping[str, Sequence[type]]) -> ctypes.CDLL | None:
+    """The functions of these files, each with the types of its arguments; None where they cannot be had here."""
+    if platform.system() != "Linux":
+        return None
+    try:
+        text = "".join(path.read_text() for path in (_SHARED, *sources))
+        built = build_library(name, text, _FAST, ("-lm",))
+        for path in loaded_openmp():
+            ctypes.CDLL(path, mode=os.RTLD_GLOBAL)
+        loaded = ctypes.CDLL(str(built), mode=os.RTLD_NOW)
+        for function, types in arguments.items():
+            getattr(loaded, function).argtypes, getattr(loaded, function).restype = list(types), None
+        return loaded
+    except (OSError, RunError, AttributeError):
+        return None
+
+
+def loaded_openmp() -> list[str]:
+    """OpenMP's library that this process has loaded with torch."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sorted({line.split(maxsplit=5)[5] for line in lines if "libgomp" in line or "libiomp5" in line})

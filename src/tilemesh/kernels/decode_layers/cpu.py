@@ -1,0 +1,91 @@
+"""The C function of `cpu.c`: all layers of a decode step in one call.
+
+What lies between two products of a small model is little; a call from Python for each of eight parts of each layer is
+a fifth of a step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilemesh.kernels.c_functions import c_functions
+
+_ADDRESS, _LONG = ctypes.c_void_p, ctypes.c_long
+_FIELDS = 19
+"""Of a layer in `cpu.c`: addresses and sizes, of 8 bytes each."""
+
+
+class LayerWeights(NamedTuple):
+    """Of one layer: scales of its norms, and matrices (outputs, inputs) with their biases."""
+
+    attention_norm: Tensor
+    heads: Tensor
+    heads_bias: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    mlp_norm: Tensor
+    gated: Tensor
+    gated_bias: Tensor | None
+    last: Tensor
+    last_bias: Tensor | None
+
+
+class LayerPages(NamedTuple):
+    """Where a layer's keys and values are, (P, N, K, E), and what its heads are turned by."""
+
+    keys: Tensor
+    values: Tensor
+    cosines: Tensor | None
+    sines: Tensor | None
+    tables_RM: Tensor
+    places_R: Tensor
+    """int64, as the tables: where the new tokens' go; below 0 it is counted from the end."""
+    window: int
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled function; None where it cannot be had here."""
+    here = Path(__file__).parent
+    sources = [here.with_name(name) / "cpu.c" for name in ("few_linear", "paged_attention", here.name)]
+    types = [_ADDRESS, _LONG, *[_ADDRESS] * 5, *[_LONG] * 8, ctypes.c_float, ctypes.c_float]
+    return c_functions(here.name, sources, {"decode_layers": types})
+
+
+def decode_layers(
+    x_RD: Tensor,
+    weights: Sequence[LayerWeights],
+    pages: Sequence[LayerPages],
+    last_norm: Tensor,
+    positions_R: Tensor,
+    longest: int,
+    epsilon: float,
+    cap: float,
+) -> Tensor:
+    """The norm after the last layer, (R, D), of at most `few_linear.cost.MOST_ROWS` rows; all is contiguous."""
+    loaded = library()
+    assert loaded is not None
+    (rows, width), (_, page_tokens, kv_heads, head_width) = x_RD.shape, pages[0].keys.shape
+    heads, hidden, most = weights[0].out.shape[1] // head_width, weights[0].last.shape[1], longest + 4
+    y_RD = torch.empty(rows, width)
+    joined = (3 * heads + 2 * kv_heads) * head_width
+    room = torch.empty(rows * (2 * width + joined + hidden + heads * most))
+    fields = torch.tensor([
+        [0 if part is None else part.data_ptr() for part in (*own, *held[:6])]
+        + [held.tables_RM.shape[1], held.window, held.keys.shape[0] * page_tokens]
+        for own, held in zip(weights, pages, strict=True)
+    ])  # fmt: skip
+    assert fields.shape[1] == _FIELDS
+    loaded.decode_layers(
+        fields.data_ptr(), len(weights), x_RD.data_ptr(), last_norm.data_ptr(), positions_R.data_ptr(),
+        y_RD.data_ptr(), room.data_ptr(), rows, heads, kv_heads, head_width, width, hidden, page_tokens, most, epsilon,
+        cap,
+    )  # fmt: skip
+    return y_RD

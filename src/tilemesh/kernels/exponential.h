@@ -1,0 +1,25 @@
+/* What C functions for a CPU share: it is put before their text. */
+#include <math.h>
+#include <stdint.h>
+
+/* Numbers of a vector register. */
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+
+typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+/* e^x for x <= 0 to about two units in the last place, by operations that vectorise; below -87 it is 0. */
+static inline float power(float x) {
+    const float clipped = x < -87.0f ? -87.0f : x;
+    const float n = rintf(clipped * 1.44269504f);
+    const float r = (clipped - n * 0.693359375f) + n * 2.12194440e-4f;
+    const float p = 1 + r * (1 + r * (0.5f + r * (0.166666657f + r * (4.16665795e-2f + r * (8.33345205e-3f +
+                    r * 1.39819995e-3f)))));
+    union { int32_t i; float f; } scale = {.i = ((int32_t)n + 127) << 23};
+    return x < -87.0f ? 0 : p * scale.f;
+}

@@ -1,0 +1,141 @@
+/* What a step of a layer computes beside attention, on a CPU, in float32: a few rows times a matrix, the norm before it,
+ * and a gate.
+ *
+ * The weight is read as it is stored, (N, K), once for all rows: four of its rows with four of x at a time, sixteen sums
+ * in registers, each over as many lanes as a vector has. What comes next is fetched meanwhile, so that a decode step
+ * takes as long as reading does. A result's bits depend on its own row alone, and not on how many others there are nor
+ * on which thread computes it.
+ *
+ * R: rows; N: outputs; K: inputs; D, F: columns.
+ */
+#define TOGETHER 8 /* outputs whose weights stay in the first cache while all rows pass by */
+#define BLOCK 64 /* outputs that a thread takes at once */
+#define MOST_ROWS 64
+#define WORTH 65536 /* numbers from which threads pay */
+
+#if LANES == 16
+typedef int places __attribute__((vector_size(64)));
+#ifdef __clang__
+#define CHOOSE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define CHOOSE(a, b, ...) __builtin_shuffle(a, b, (places){__VA_ARGS__})
+#endif
+/* Halves of each lane's neighbours added up, of two vectors into one: after four of these every lane is a whole sum. */
+#define FOLD8(a, b) (CHOOSE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) + \
+                     CHOOSE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
+#define FOLD4(a, b) (CHOOSE(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) + \
+                     CHOOSE(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31))
+#define FOLD2(a, b) (CHOOSE(a, b, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) + \
+                     CHOOSE(a, b, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31))
+#define FOLD1(a, b) (CHOOSE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) + \
+                     CHOOSE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31))
+#endif
+
+static inline float silu(float x) {
+    const float small = power(-fabsf(x));
+    return x * (x < 0 ? small : 1) / (1 + small);
+}
+
+/* Four rows of x times four of w: y[i * step + j], for the first m rows and n outputs. */
+static inline __attribute__((always_inline)) void tile(const float *x, const float *w, const float *next, float *y,
+                                                       long K, long step, long m, long n) {
+    const float *a[4], *b[4];
+    lanes s[4][4];
+    for (int i = 0; i < 4; i++) {
+        a[i] = x + (i < m ? i : m - 1) * K;
+        b[i] = w + (i < n ? i : n - 1) * K;
+        for (int j = 0; j < 4; j++) s[i][j] = (lanes){0};
+    }
+    const long end = K / LANES * LANES;
+    for (long k = 0; k < end; k += LANES) {
+        lanes v[4];
+        __builtin_prefetch(next + k, 0, 2);
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) v[j] = *(const lanes *)(b[j] + k);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            const lanes u = *(const lanes *)(a[i] + k);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) s[i][j] += u * v[j];
+        }
+    }
+    float sums[16];
+#if LANES == 16
+    lanes rows[4];
+    for (int i = 0; i < 4; i++) rows[i] = FOLD4(FOLD8(s[i][0], s[i][1]), FOLD8(s[i][2], s[i][3]));
+    const lanes all = FOLD1(FOLD2(rows[0], rows[1]), FOLD2(rows[2], rows[3]));
+    __builtin_memcpy(sums, &all, sizeof sums);
+#else
+    for (int i = 0; i < 16; i++) {
+        sums[i] = 0;
+        for (int l = 0; l < LANES; l++) sums[i] += s[i / 4][i % 4][l];
+    }
+#endif
+    for (int i = 0; i < m && i < 4; i++)
+        for (int j = 0; j < n && j < 4; j++) {
+            float sum = sums[i * 4 + j];
+            for (long k = end; k < K; k++) sum += a[i][k] * b[j][k];
+            y[i * step + j] = sum;
+        }
+}
+
+/* Outputs n to `end` of all rows, into y with rows `step` apart. */
+static void block(const float *x, const float *w, const float *bias, float *y, long R, long K, long n, long end,
+                  long step) {
+    for (long group = n; group < end; group += TOGETHER)
+        for (long r = 0, tiles = 0; r < R; r += 4)
+            for (long j = group; j < end && j < group + TOGETHER; j += 4, tiles++)
+                tile(x + r * K, w + j * K, w + (group + TOGETHER + tiles % TOGETHER) * K, y + r * step + j - n, K, step,
+                     R - r, end - j);
+    if (bias)
+        for (long r = 0; r < R; r++)
+            for (long j = n; j < end; j++) y[r * step + j - n] += bias[j];
+}
+
+void few_product(const float *x, const float *w, const float *bias, float *y, long R, long N, long K) {
+#pragma omp parallel for schedule(dynamic) if (N * K > WORTH)
+    for (long n = 0; n < N; n += BLOCK) block(x, w, bias, y + n, R, K, n, n + BLOCK < N ? n + BLOCK : N, N);
+}
+
+/* silu(x G^T) * (x V^T) of at most MOST_ROWS rows, G being the first N rows of w and V the others. */
+void few_gated(const float *x, const float *w, const float *bias, float *y, long R, long N, long K) {
+#pragma omp parallel for schedule(dynamic) if (N * K > WORTH)
+    for (long n = 0; n < N; n += BLOCK) {
+        const long end = n + BLOCK < N ? n + BLOCK : N;
+        float gates[MOST_ROWS * BLOCK], values[MOST_ROWS * BLOCK];
+        block(x, w, bias, gates, R, K, n, end, BLOCK);
+        block(x, w + N * K, bias ? bias + N : 0, values, R, K, n, end, BLOCK);
+        for (long r = 0; r < R; r++)
+#pragma omp simd
+            for (long j = n; j < end; j++) y[r * N + j] = silu(gates[r * BLOCK + j - n]) * values[r * BLOCK + j - n];
+    }
+}
+
+/* The same gate of products that are there, (R, 2F). */
+void gate_rows(const float *h, float *y, long R, long F) {
+#pragma omp parallel for if (R * F > WORTH)
+    for (long r = 0; r < R; r++)
+#pragma omp simd
+        for (long j = 0; j < F; j++) y[r * F + j] = silu(h[2 * r * F + j]) * h[(2 * r + 1) * F + j];
+}
+
+/* total = x + branch (0: nothing is added, and total is not written), y = total / rms(total) * scale. */
+void norm_rows(const float *x, const float *branch, const float *scale, float *total, float *y, long R, long D,
+               float epsilon) {
+#pragma omp parallel for if (R * D > WORTH)
+    for (long r = 0; r < R; r++) {
+        const float *from = x + r * D;
+        float squares = 0;
+        if (branch) {
+            float *to = total + r * D; /* x itself, perhaps */
+#pragma omp simd
+            for (long d = 0; d < D; d++) to[d] = from[d] + branch[r * D + d];
+            from = to;
+        }
+#pragma omp simd reduction(+ : squares)
+        for (long d = 0; d < D; d++) squares += from[d] * from[d];
+        const float factor = 1 / sqrtf(squares / D + epsilon);
+#pragma omp simd
+        for (long d = 0; d < D; d++) y[r * D + d] = from[d] * factor * scale[d];
+    }
+}

@@ -1,0 +1,161 @@
+"""A layer that serves on a CPU in float32, by a few functions in C in place of torch's operators one by one.
+
+The one idea: a decode step of a small model has so little to compute that laying weights out, and passing over
+activations once per operator, takes longer than its products. Here a layer is seven calls: norm, product, heads turned
+and stored, attention, product, norm, gated product, product. Products are as the matrices' kinds have them.
+
+R: tokens; D: width; F: MLP width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from tilemesh.core.cost import Cost
+from tilemesh.kernels.decode_layers.cpu import LayerPages, LayerWeights, decode_layers
+from tilemesh.kernels.few_linear.cost import MOST_ROWS
+from tilemesh.kernels.few_linear.cpu import gate_rows, library, norm_rows
+from tilemesh.model.kinds import Adapted
+from tilemesh.model.linear import DENSE, Linear
+from tilemesh.model.norm import ResidualNorm
+from tilemesh.model.packed import FEW_ROWS, multiplies_few
+from tilemesh.model.programs.definition import attention_passes, gate_passes, norm_passes
+from tilemesh.model.programs.few_tokens import why_not_in_a_row
+from tilemesh.model.programs.products import attend_side_by_side
+from tilemesh.model.programs.program import CUT_OTHERWISE, LayerProgram, ProgramSeat, products_cost
+from tilemesh.model.transformer import Layer, Pass, ResidualStream, Transformer
+
+
+def why_not_in_c(seat: ProgramSeat) -> str:
+    """Why the functions do not compute this model here."""
+    if seat.device.type != "cpu":
+        return "it is for a CPU"
+    if seat.use.trains or seat.dtype != torch.float32:
+        return "its functions are for serving in float32"
+    if seat.use.invariant:
+        return CUT_OTHERWISE
+    return "" if library() is not None else "there is no C compiler here"
+
+
+def _products(seat: ProgramSeat) -> tuple[Linear, ...]:
+    return seat.heads.layer, seat.here.attention.fc_o, seat.gated.layer, seat.mlp.fc_out
+
+
+@dataclass(frozen=True)
+class RowsOnCpu(LayerProgram):
+    def why_not(self, seat: ProgramSeat) -> str:
+        return why_not_in_c(seat) or why_not_in_a_row(seat, any_matrix=True)
+
+    def cost(self, seat: ProgramSeat, rows: int) -> Cost:
+        gate = Cost() if rows <= MOST_ROWS else gate_passes(seat.mlp, rows, seat.itemsize, together=True)
+        passes = attention_passes(seat, rows, side_by_side=True) + gate + norm_passes(seat, rows)
+        return products_cost(_products(seat), rows, seat.itemsize) + passes
+
+    def bind(self, seat: ProgramSeat) -> LayerInC:
+        return LayerInC(seat.here, seat.heads.layer, seat.gated.layer, seat.mlp.fc_out)
+
+
+@dataclass(frozen=True)
+class LayerInC:
+    """Call it as a layer."""
+
+    layer: Layer
+    heads: Linear
+    gated: Linear
+    last: Linear
+
+    @property
+    def adapts(self) -> bool:
+        """Whether a token of this pass has an adapter."""
+        kinds = (layer.kind for layer in (self.heads, self.layer.attention.fc_o, self.gated, self.last))
+        return any(isinstance(kind, Adapted) and (kind.rows is None or kind.rows.now is not None) for kind in kinds)
+
+    @property
+    def weights(self) -> LayerWeights:
+        layer, heads, out, gated, last = self.layer, self.heads, self.layer.attention.fc_o, self.gated, self.last
+        assert layer.attention_norm.weight is not None
+        assert layer.mlp_norm.weight is not None
+        return LayerWeights(
+            layer.attention_norm.weight, heads.weight, heads.bias, out.weight, out.bias, layer.mlp_norm.weight,
+            gated.weight, gated.bias, last.weight, last.bias,
+        )  # fmt: skip
+
+    def __call__(self, stream: ResidualStream, now: Pass) -> ResidualStream:
+        layer, attention = self.layer, self.layer.attention
+        y_RD, x_RD = _normalized(layer.attention_norm, stream.x, stream.branch)
+        y_1RD = attend_side_by_side(attention, self.heads(y_RD)[None], now)
+        y_RD, x_RD = _normalized(layer.mlp_norm, x_RD, attention.fc_o(y_1RD[0]))
+        branch_RD = self.last(gate_rows(self.gated(y_RD)))
+        return ResidualStream(x_RD.view_as(stream.x), branch_RD.view_as(stream.x))
+
+
+def _normalized(norm: ResidualNorm, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
+    assert norm.weight is not None
+    branch_RD = None if branch is None else branch.flatten(0, -2)
+    return norm_rows(x.flatten(0, -2), branch_RD, norm.weight, norm.epsilon)
+
+
+@dataclass(frozen=True)
+class DecodeOnCpu(RowsOnCpu):
+    """All layers by one call where every token is of a sequence that decodes; layer by layer in other passes."""
+
+    def why_not(self, seat: ProgramSeat) -> str:
+        if reason := super().why_not(seat):
+            return reason
+        norms = (seat.here.attention_norm, seat.here.mlp_norm, seat.model.final_norm)
+        if len({norm.epsilon for norm in norms if norm is not None}) > 1:
+            return "norms differ"
+        if not multiplies_few(seat.dtype):
+            return "products here are of weights that were laid out once"
+        kinds = [layer.kind.stacked() for layer in _products(seat)]
+        bases = [kind.base if isinstance(kind, Adapted) else kind for kind in kinds]
+        return "" if all(base in (DENSE, FEW_ROWS) for base in bases) else "a matrix is not dense"
+
+    def cost(self, seat: ProgramSeat, rows: int) -> Cost:
+        return replace(super().cost(seat, rows), launches=1)
+
+    def bind_all(self, seats: Sequence[ProgramSeat]) -> Callable[[Tensor, Pass], Tensor]:
+        return partial(_through, seats[0].model, tuple(self.bind(seat) for seat in seats))
+
+
+def _through(model: Transformer, layers: tuple[LayerInC, ...], x_1RD: Tensor, now: Pass) -> Tensor:
+    decoded = _decoded(model, layers, x_1RD, now)
+    if decoded is not None:
+        return decoded
+    stream = ResidualStream(x_1RD)
+    for layer in layers:
+        stream = layer(stream, now)
+    return model.normalize(stream)
+
+
+def _decoded(model: Transformer, layers: tuple[LayerInC, ...], x_1RD: Tensor, now: Pass) -> Tensor | None:
+    if any(layer.adapts for layer in layers):
+        return None
+    norm, cache, config = model.final_norm, cast(Any, now.cache), model.config
+    assert norm is not None
+    assert norm.weight is not None
+    pages: list[LayerPages] = []
+    for each in layers:
+        attention, angles = each.layer.attention, each.layer.attention.rotary(now)
+        held = cache.decoding(attention.layer, x_1RD.dtype, config.kv_heads, config.head_width, attention.window)
+        if held is None:
+            return None
+        cosines, sines = (None, None) if angles is None else (table[0, :, 0] for table in angles)
+        pages.append(
+            LayerPages(held.keys, held.values, cosines, sines, held.tables_RM, held.places_R, attention.window)
+        )
+    weights = [each.weights for each in layers]
+    return decode_layers(
+        x_1RD[0].contiguous(), weights, pages, norm.weight, held.positions_R, held.longest, norm.epsilon,
+        config.score_cap,
+    )[None]  # fmt: skip
+
+
+IN_C = RowsOnCpu("functions in C, on a CPU", "layer")
+STEP = DecodeOnCpu("a decode step in C, on a CPU", "layers", ("1", "2-64"))
