@@ -272,6 +272,8 @@ class TokenSlots(NamedTuple):
     tokens: Tensor
     kept_TR: Tensor
     """1 where a token's adapter has this column of A and B, else 0."""
+    slots_T: Tensor
+    """Each token's slot, -1 where it has no adapter."""
 
 
 class AdapterRows:
@@ -304,7 +306,9 @@ class AdapterRows:
             torch.tensor(index, device=like.device) for index in (slots, padded, places, tokens)
         )
         kept_TR = kept_TS.to(like).repeat_interleave(self.rank, 1)
-        self.now = TokenSlots(slice(None) if len(slots) == self.slots else used, tokens_UM, place_N, token_N, kept_TR)
+        own_T = torch.tensor([(number - 1) % self.slots if number else -1 for number in numbers])
+        taken = slice(None) if len(slots) == self.slots else used
+        self.now = TokenSlots(taken, tokens_UM, place_N, token_N, kept_TR, own_T)
 
 
 @dataclass(frozen=True)

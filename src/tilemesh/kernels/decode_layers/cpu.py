@@ -18,7 +18,7 @@ from torch import Tensor
 from tilemesh.kernels.c_functions import c_functions
 
 _ADDRESS, _LONG = ctypes.c_void_p, ctypes.c_long
-_FIELDS = 19
+_FIELDS = 27
 """Of a layer in `cpu.c`: addresses and sizes, of 8 bytes each."""
 
 
@@ -35,6 +35,26 @@ class LayerWeights(NamedTuple):
     gated_bias: Tensor | None
     last: Tensor
     last_bias: Tensor | None
+
+
+class LayerAdapters(NamedTuple):
+    """Of one layer's matrices, all adapters side by side: A (parts, slots, rank, K) and B (N, slots, rank)."""
+
+    heads: tuple[Tensor, Tensor] | None
+    out: tuple[Tensor, Tensor] | None
+    gated: tuple[Tensor, Tensor] | None
+    last: tuple[Tensor, Tensor] | None
+
+
+NO_ADAPTERS = LayerAdapters(None, None, None, None)
+
+
+class RowAdapters(NamedTuple):
+    """Which of them each row has; -1: none."""
+
+    slots_R: Tensor
+    slots: int
+    rank: int
 
 
 class LayerPages(NamedTuple):
@@ -55,7 +75,7 @@ def library() -> ctypes.CDLL | None:
     """The compiled function; None where it cannot be had here."""
     here = Path(__file__).parent
     sources = [here.with_name(name) / "cpu.c" for name in ("few_linear", "paged_attention", here.name)]
-    types = [_ADDRESS, _LONG, *[_ADDRESS] * 5, *[_LONG] * 8, ctypes.c_float, ctypes.c_float]
+    types = [_ADDRESS, _LONG, *[_ADDRESS] * 5, *[_LONG] * 8, ctypes.c_float, ctypes.c_float, _ADDRESS]
     return c_functions(here.name, sources, {"decode_layers": types})
 
 
@@ -68,24 +88,30 @@ def decode_layers(
     longest: int,
     epsilon: float,
     cap: float,
+    adapted: Sequence[LayerAdapters] = (),
+    rows_have: RowAdapters | None = None,
 ) -> Tensor:
-    """The norm after the last layer, (R, D), of at most `few_linear.cost.MOST_ROWS` rows; all is contiguous."""
+    """The norm after the last layer, (R, D), of at most `few_linear.cost.MOST_ROWS` rows; all is contiguous. `adapted`:
+    of each layer, where rows have adapters."""
     loaded = library()
     assert loaded is not None
     (rows, width), (_, page_tokens, kv_heads, head_width) = x_RD.shape, pages[0].keys.shape
     heads, hidden, most = weights[0].out.shape[1] // head_width, weights[0].last.shape[1], longest + 4
     y_RD = torch.empty(rows, width)
     joined = (3 * heads + 2 * kv_heads) * head_width
-    room = torch.empty(rows * (2 * width + joined + hidden + heads * most))
+    room = torch.empty(rows * (2 * width + joined + 3 * hidden + heads * most))
     fields = torch.tensor([
-        [0 if part is None else part.data_ptr() for part in (*own, *held[:6])]
+        [0 if part is None else part.data_ptr() for part in (*own, *held[:4])]
+        + [0 if part is None else part.data_ptr() for pair in low for part in pair or (None, None)]
+        + [held.tables_RM.data_ptr(), held.places_R.data_ptr()]
         + [held.tables_RM.shape[1], held.window, held.keys.shape[0] * page_tokens]
-        for own, held in zip(weights, pages, strict=True)
+        for own, held, low in zip(weights, pages, adapted or [NO_ADAPTERS] * len(pages), strict=True)
     ])  # fmt: skip
     assert fields.shape[1] == _FIELDS
+    given = torch.tensor([0, 0, 0] if rows_have is None else [rows_have.slots_R.data_ptr(), *rows_have[1:]])
     loaded.decode_layers(
         fields.data_ptr(), len(weights), x_RD.data_ptr(), last_norm.data_ptr(), positions_R.data_ptr(),
         y_RD.data_ptr(), room.data_ptr(), rows, heads, kv_heads, head_width, width, hidden, page_tokens, most, epsilon,
-        cap,
+        cap, given.data_ptr(),
     )  # fmt: skip
     return y_RD

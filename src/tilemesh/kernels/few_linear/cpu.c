@@ -111,6 +111,35 @@ void few_gated(const float *x, const float *w, const float *bias, float *y, long
     }
 }
 
+/* y += B (A x) of rows with adapters, of several that lie side by side: a is (parts, slots, rank, K), b (N, slots, rank),
+ * and `slots_of` says whose a row's are, -1: nobody's. The outputs are `parts` pieces, of `widths` each. */
+void add_low_rank(const float *x, const float *a, const float *b, const int64_t *slots_of, float *y, long R, long K,
+                  long parts, const int64_t *widths, long slots, long rank) {
+    long N = 0;
+    for (long p = 0; p < parts; p++) N += widths[p];
+#pragma omp parallel for schedule(dynamic) if (R * K > 4096)
+    for (long r = 0; r < R; r++) {
+        if (slots_of[r] < 0) continue;
+        for (long p = 0, n = 0; p < parts; p++) {
+            float low[rank];
+            const float *own = a + (p * slots + slots_of[r]) * rank * K;
+            for (long q = 0; q < rank; q++, own += K) {
+                float sum = 0;
+#pragma omp simd reduction(+ : sum)
+                for (long k = 0; k < K; k++) sum += x[r * K + k] * own[k];
+                low[q] = sum;
+            }
+            for (const long end = n + widths[p]; n < end; n++) {
+                const float *high = b + (n * slots + slots_of[r]) * rank;
+                float sum = 0;
+#pragma omp simd reduction(+ : sum)
+                for (long q = 0; q < rank; q++) sum += low[q] * high[q];
+                y[r * N + n] += sum;
+            }
+        }
+    }
+}
+
 /* The same gate of products that are there, (R, 2F). */
 void gate_rows(const float *h, float *y, long R, long F) {
 #pragma omp parallel for if (R * F > WORTH)

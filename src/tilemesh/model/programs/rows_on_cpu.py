@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tilemesh.core.cost import Cost
-from tilemesh.kernels.decode_layers.cpu import LayerPages, LayerWeights, decode_layers
+from tilemesh.kernels.decode_layers.cpu import LayerAdapters, LayerPages, LayerWeights, RowAdapters, decode_layers
 from tilemesh.kernels.few_linear.cost import MOST_ROWS
 from tilemesh.kernels.few_linear.cpu import gate_rows, library, norm_rows
 from tilemesh.model.kinds import Adapted
@@ -71,10 +71,20 @@ class LayerInC:
     last: Linear
 
     @property
-    def adapts(self) -> bool:
-        """Whether a token of this pass has an adapter."""
-        kinds = (layer.kind for layer in (self.heads, self.layer.attention.fc_o, self.gated, self.last))
-        return any(isinstance(kind, Adapted) and (kind.rows is None or kind.rows.now is not None) for kind in kinds)
+    def adapters(self) -> LayerAdapters:
+        """Of adapters side by side, those that change something."""
+        layers = (self.heads, self.layer.attention.fc_o, self.gated, self.last)
+        return LayerAdapters(*[
+            (layer.lora_a, layer.lora_b) if isinstance(layer.kind, Adapted) and not layer.kind.silent else None
+            for layer in layers
+        ])  # fmt: skip
+
+    @property
+    def rows_have(self) -> RowAdapters | None:
+        """The adapters of the rows of this pass."""
+        kind = self.heads.kind
+        rows = kind.rows if isinstance(kind, Adapted) else None
+        return None if rows is None or rows.now is None else RowAdapters(rows.now.slots_T, rows.slots, rows.rank)
 
     @property
     def weights(self) -> LayerWeights:
@@ -114,6 +124,8 @@ class DecodeOnCpu(RowsOnCpu):
         if not multiplies_few(seat.dtype):
             return "products here are of weights that were laid out once"
         kinds = [layer.kind.stacked() for layer in _products(seat)]
+        if len({isinstance(kind, Adapted) for kind in kinds}) > 1:
+            return "some of its matrices have adapters"
         bases = [kind.base if isinstance(kind, Adapted) else kind for kind in kinds]
         return "" if all(base in (DENSE, FEW_ROWS) for base in bases) else "a matrix is not dense"
 
@@ -135,8 +147,8 @@ def _through(model: Transformer, layers: tuple[LayerInC, ...], x_1RD: Tensor, no
 
 
 def _decoded(model: Transformer, layers: tuple[LayerInC, ...], x_1RD: Tensor, now: Pass) -> Tensor | None:
-    if any(layer.adapts for layer in layers):
-        return None
+    rows_have = layers[0].rows_have
+    adapted = [] if rows_have is None else [each.adapters for each in layers]
     norm, cache, config = model.final_norm, cast(Any, now.cache), model.config
     assert norm is not None
     assert norm.weight is not None
@@ -153,7 +165,7 @@ def _decoded(model: Transformer, layers: tuple[LayerInC, ...], x_1RD: Tensor, no
     weights = [each.weights for each in layers]
     return decode_layers(
         x_1RD[0].contiguous(), weights, pages, norm.weight, held.positions_R, held.longest, norm.epsilon,
-        config.score_cap,
+        config.score_cap, adapted, rows_have,
     )[None]  # fmt: skip
 
 
