@@ -60,6 +60,12 @@ def test_a_command_is_understood(command: str, monkeypatch: pytest.MonkeyPatch) 
     (options,) = understood
     if command.startswith("guide "):
         part_of(options.chapter)
+    if command.startswith("bench graph"):
+        from tilemesh.bench.graph.models import MODELS
+        from tilemesh.bench.graph.studies import STUDIES
+
+        assert set(options.study) <= set(STUDIES)
+        assert set(options.models) <= set(MODELS)
     if command.startswith("train"):
         from tilemesh.train.load import load
 
