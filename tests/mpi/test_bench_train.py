@@ -21,7 +21,8 @@ from tilemesh.bench.train.peers import PlainStep, decay_groups, pad_vocabulary
 from tilemesh.bench.train.rows import train_rows
 from tilemesh.bench.train.sleeping import simulated_s
 from tilemesh.cli.main import main
-from tilemesh.core.errors import RunError
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.plan import ParallelPlan
 from tilemesh.launch.start import find_mpiexec
 from tilemesh.measure.row import read_rows
 from tilemesh.measure.sample import Sample
@@ -210,3 +211,20 @@ def test_a_peer_with_padded_tables_trains_the_same(tied: bool) -> None:
     table = padded.model.token_embedding.weight
     assert table.shape == (320, 32)
     assert table[257:].count_nonzero() == 0
+
+
+def test_a_saved_plan_is_what_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One plan file for `train` and for its bench; what is said with --set goes over it."""
+    seen: list[TrainConfig] = []
+
+    def stop(config: TrainConfig, **_: object) -> None:
+        seen.append(config)
+        raise UsageError("seen")
+
+    monkeypatch.setattr("tilemesh.bench.train.compare.compare", stop)
+    plan = ParallelPlan(dp=2, zero=1, microbatch=4, precision="fp32")
+    (tmp_path / "plan.toml").write_text(plan.to_toml())
+    assert main(["bench", "train", "tiny", "--plan", str(tmp_path / "plan.toml"), "--peers", "eager"]) == 2
+    assert (seen[0].plan.dp, seen[0].plan.zero, seen[0].plan.microbatch) == (2, 1, 4)
+    assert main(["bench", "train", "tiny", "--peers", "eager", "--mesh", "dp=1"]) == 2
+    assert (seen[1].plan.dp, seen[1].plan.zero) == (1, 0)

@@ -7,6 +7,7 @@ A row of tokens per second, and one of the fullest rank's memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +22,7 @@ _PEERS = "Some of eager, compile, ddp, zero-optimizer, fsdp, deepspeed, pipeline
 class TrainBenchOptions:
     config: str | None = argument(None, "What to train.", "[CONFIG.toml|PRESET]")
     mesh: str | None = option(None, "Ours; peers on ranks get as many and the same layout.", "dp=2,tp=2")
+    plan: str | None = option(None, "Instead: a plan of `tilemesh plan --save`.", "PLAN.toml")
     sets: tuple[str, ...] = option((), "train.batch=32,...", "A=B,...", flag="--set")
     peers: Annotated[Words, Known("peer", "tilemesh.bench.train.compare:PEERS")] = option(
         (), f"{_PEERS} (default: those that suit the plan).", "A,B"
@@ -46,12 +48,10 @@ def train(options: TrainBenchOptions) -> Output:
 
     console, gpus = console_beside(options.json), usable_gpus()
     profile = None if options.profile is None else Path(options.profile)
-    mesh = options.mesh or ("dp=1" if gpus else "dp=2")
-    config = load(options.config, sets=options.sets, mesh=mesh, gpus=len(gpus))
-    others = {
-        f"ours {sets}": load(options.config, sets=[*options.sets, sets], mesh=mesh, gpus=len(gpus))
-        for sets in options.also
-    }
+    mesh = options.mesh or (None if options.plan else "dp=1" if gpus else "dp=2")
+    loaded = partial(load, options.config, mesh=mesh, plan=options.plan, gpus=len(gpus))
+    config = loaded(sets=options.sets)
+    others = {f"ours {sets}": loaded(sets=[*options.sets, sets]) for sets in options.also}
     transport = "torch" if gpus and options.transport == "auto" else options.transport
     choose_transport(transport)
     if profile is not None:
