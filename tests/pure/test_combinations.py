@@ -35,6 +35,8 @@ BEYOND_PAIRS = (
     ),
     "plan.tp=2,compress.recipe=unstructured-50",
     "plan.dp=2,train.method=server,train.device=cuda", "train.method=local", "method.compress=int8",
+    "plan.dp=2,method.compress=int8,model.experts=4,model.router_bias=true,model.router_scores=sigmoid,model.kv_heads=4,"
+    "model.latent_width=8,model.rotary_fraction=0.5,model.mlp_width=64,model.shared_width=64",
     "plan.dp=2,train.method=server,method.servers=500", "lora.rank=4", "train.batch=8,plan.accumulation=3",
     "train.batch=8,plan.microbatch=3", "train.batch=8,plan.microbatch=2,plan.accumulation=3",
     *(f"plan.dp=2,train.method=local,method.period=10,{key}=25" for key in (

@@ -56,6 +56,7 @@ _UNFUSED = Switch("optimizer.name", lambda config: config.optimizer.name in ("li
 _NOT_FUSED = Switch("optimizer.fused", lambda config: config.optimizer.fused is False, "optimizer.fused=true")
 _CLIP = Switch("optimizer.clip", lambda config: config.optimizer.clip > 0, "optimizer.clip=0")
 _EXPERTS = Switch("model.experts", lambda config: config.model.experts > 0, "model.experts=0")
+_BALANCED = Switch("model.router_bias", lambda config: config.model.router_bias, "model.router_bias=false")
 _EXPERTS_APART = Switch(
     "model.experts",
     lambda config: config.model.experts > 0 and (config.model.has_biases("mlp") or config.lora.rank > 0),
@@ -221,6 +222,7 @@ OF_CONFIG: tuple[Row, ...] = (
     _pair(_VERSIONS, _METHOD, "its stages are updated at different moments, so replicas have no weights in common"),
     # How replicas keep together.
     _pair(_METHOD, _COMPRESSED, "what is compressed is a sum over all replicas, and a step of a method makes none"),
+    _pair(_BALANCED, _COMPRESSED, "gradients of a bias are 2^-60 of a pick, which a scale for many gradients makes 0"),
     _pair(_SERVER, _ON_GPU, "weights are sent from the host's memory"),
     _pair(_SERVER, _ZERO, "servers keep the optimizer's states, and replicas have none to share"),
     _pair(_SERVER, _MOVED_STATES, "servers keep the optimizer's states, and no worker has any to move"),

@@ -112,7 +112,7 @@ class Optimizer:
         if is_ours:
             by_kernels = {name: value for name, value in self.parameters.items() if rule[name] == config.name}
             wide = {name: self.stepped[name] for name in by_kernels}
-            self.groups = [KernelUpdate(config, by_kernels, wide, decay, kernels)]
+            self.groups = [KernelUpdate(config, by_kernels, wide, decay, kernels)] if by_kernels else []
             rule = {name: word for name, word in rule.items() if name not in by_kernels}
         self.groups += self._grouped(decay, rule, is_fused, matrices)
 
