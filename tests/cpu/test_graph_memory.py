@@ -84,6 +84,13 @@ def test_sizes_that_change_keep_as_little_as_possible() -> None:
     assert "sizes change, not predicted" in str(backend.report)
 
 
+def test_a_piece_that_is_no_graph_has_no_budget() -> None:
+    torch._dynamo.reset()
+    call = torch.compile(lambda x: x.as_strided((2, 2), (1, 1)) * 2.0, backend=Backend(memory="1GiB"))
+    with pytest.raises(Exception, match=r"memory: a piece stays as torch traced it .*as_strided"):
+        call(torch.randn(3, 3, requires_grad=True))
+
+
 @pytest.mark.parametrize("value", [0, True, 1.5, "much"])
 def test_what_is_no_budget_is_refused(value: object) -> None:
     torch._dynamo.reset()

@@ -346,7 +346,13 @@ def _planned_from(module: fx.GraphModule, way: str | None) -> tuple[Lowered, Gra
 
 
 def _planned(module: fx.GraphModule, way: str | None) -> Graph:
-    return _planned_from(module, way)[1]
+    """The graph that shall run, whose bytes are to be counted."""
+    try:
+        return _planned_from(module, way)[1]
+    except NotServedError as error:
+        raise UsageError(
+            f"memory: a piece stays as torch traced it ({error}), whose bytes are not known: leave it out"
+        ) from None
 
 
 def _returns(kind: str) -> int | None:
