@@ -152,7 +152,7 @@ OPTIONS = [
     (["train", "--mesh", "dp=-1"], "expected axes and sizes"),
     (["train", "--mesh", "pp=2,pp=2"], "--mesh 'pp=2,pp=2': pp is there twice: say each axis once"),
     (["train", "--mesh", "dp=2,pp=2", "--ranks", "3"], "--ranks is 3 and the mesh has 4 (dp=2,tp=1,pp=2): say with"),
-    (["train", ""], "CONFIG.toml|PRESET is empty"),
+    (["train", ""], "CONFIG.toml|PRESET|FILE.py:FUNCTION is empty"),
     (["train", "--plan", ""], "--plan is empty"),
     (["train", "--resume", ""], "--resume is empty"),
     (["train", "--init", ""], "--init is empty"),

@@ -57,7 +57,8 @@ PATHS: Mapping[str, str] = {
 
 READ = (
     "--init", "--gpu", "--plan", "--resume", "--recipe", "--api-key", "--tls-cert", "--tls-key", "--draft", "--adapter",
-    "--data", "--tokenizer", "--tried", "--trace", "[PRESET|CONFIG.toml]", "[CONFIG.toml|PRESET]", "RUN", "RUN|FOLDER",
+    "--data", "--tokenizer", "--tried", "--trace", "[PRESET|CONFIG.toml]", "[CONFIG.toml|PRESET]",
+    "[CONFIG.toml|PRESET|FILE.py:FUNCTION]", "RUN", "RUN|FOLDER",
     "[RUN|FOLDER]", "--prompts-file", "--preferences", "--task", "RUN...", "RUN ... | ROWS.jsonl ...", "SOURCE",
     "RUNS.toml", "FILE.py:FUNCTION", "MODEL", "--grade",
 )  # fmt: skip

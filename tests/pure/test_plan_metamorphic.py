@@ -207,7 +207,7 @@ def check_text(number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         step = f"{step_s:.2f} s" if 10 <= step_s < 120 else format_seconds(step_s)  # four digits tell layouts apart
         words = [
             f"{row['place'] + 1} ", step, format_count(row["tokens_per_s"]),
-            f"{row['mfu']:.1%}", format_bytes(row["memory"]["total_bytes"]),
+            f"{row['mfu']:.0%}", format_bytes(row["memory"]["total_bytes"]),
         ]  # fmt: skip
         words += [f"{row['bubble_fraction']:.1%}"] * ("bubble" in lines[rule - 1])
         for word in words:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -82,8 +82,9 @@ def test_every_key_is_explained_in_a_sentence_and_every_number_has_its_range() -
     """A key that somebody adds is in the reference; its meaning is the text under the field, its range is named."""
     known, keys = field_ranges(TrainConfig), {key.path: key for section in sections() for key in section.keys}
     types: dict[str, Any] = {}
-    for name, kind in get_type_hints(TrainConfig).items():
-        types |= {f"{name}.{inner}": hint for inner, hint in get_type_hints(kind).items()}
+    hints = get_type_hints(TrainConfig)
+    for section in fields(TrainConfig):
+        types |= {f"{section.name}.{inner}": hint for inner, hint in get_type_hints(hints[section.name]).items()}
     assert keys.keys() == types.keys()
     assert known.keys() <= keys.keys()
     for path, key in keys.items():
