@@ -16,7 +16,7 @@ import signal
 import sys
 import textwrap
 import traceback
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -36,6 +36,12 @@ _MESSAGE_CHARACTERS = 400  # of an error, in the job's last line; the rank has p
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
+def set_threads(environ: MutableMapping[str, str], threads: int) -> None:
+    """So many per process, unless the user says how many: OMP_NUM_THREADS alone then counts for all libraries."""
+    for name in THREAD_VARIABLES:
+        environ.setdefault(name, environ.get(THREAD_VARIABLES[0], str(threads)))
+
+
 def main(argv: Sequence[str]) -> NoReturn:
     member = membership()
     if member is None:
@@ -51,8 +57,7 @@ def run_command(command: Sequence[str], member: Membership) -> NoReturn:
     # Inside somebody else's mpiexec or srun the thread count is ours to set, unless the user did; a rank that was bound
     # to some cores uses those. OpenMP reads it when torch is first imported, which is still to come.
     threads = min(len(visible_cores()), threads_for(member.local_size, os.cpu_count() or 1))
-    for name in THREAD_VARIABLES:
-        os.environ.setdefault(name, str(threads))
+    set_threads(os.environ, threads)
     status = my_status()
     if not is_python(command):
         _exec(command)

@@ -20,7 +20,7 @@ import tilemesh
 from tilemesh.core.context import JOB_VARIABLE
 from tilemesh.core.cores import available_cores, threads_for
 from tilemesh.core.errors import Argument, RunError, UsageError, unknown
-from tilemesh.launch.rank import THREAD_VARIABLES, is_python
+from tilemesh.launch.rank import is_python, set_threads
 
 TRANSPORTS = ("mpi", "torch")
 ATTEMPT_VARIABLE = "TILEMESH_ATTEMPT"  # 0 for the first start, then the number of the restart
@@ -88,8 +88,7 @@ def processes(
     common[ATTEMPT_VARIABLE] = str(attempt)
     common.setdefault("HOME", str(Path.home()))  # Open MPI does not start without it
     common["PYTHONUNBUFFERED"] = "1"  # ranks write into pipes: without this their output would come in blocks, or never
-    for name in THREAD_VARIABLES:
-        common.setdefault(name, str(threads_for(ranks, available_cores())))
+    set_threads(common, threads_for(ranks, available_cores()))
     common |= source_path(environ)
     shim = (sys.executable, "-m", "tilemesh.launch.rank", "--", *command)
     if transport == "mpi":

@@ -24,7 +24,7 @@ from tilemesh.core.context import outside_any_job
 from tilemesh.core.cores import available_cores
 from tilemesh.core.errors import RunError
 from tilemesh.launch.calls import Ranks
-from tilemesh.launch.rank import THREAD_VARIABLES
+from tilemesh.launch.rank import set_threads
 from tilemesh.serve.batch import TokenSpan, token_span
 from tilemesh.serve.request import ServeRequest
 from tilemesh.serve.runner import RequestLogits
@@ -145,8 +145,7 @@ class RankRunner:
         self._started.append(time.monotonic())
         threads = max(1, available_cores() // (self.ranks * self._shared_by))
         environ = outside_any_job()
-        for name in THREAD_VARIABLES:
-            environ.setdefault(name, str(threads))
+        set_threads(environ, threads)
         return self._start(environ, self._arguments)
 
 
