@@ -55,21 +55,20 @@ def shuffle_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Rewards, "verify", shuffled)
 
 
-SORT = ("align.task=sort", "align.prompts=8", "align.answers=16", "optimizer.lr=5e-4")
-LINE = 0.05
-"""Of the reward, between runs that learn and those that do not: of 15 each, more than 0.07 and less than 0.05."""
+BATCH = ("align.prompts=16", "align.answers=16", "optimizer.lr=1e-3", "train.steps=60")
+LEARNT, NOT_LEARNT = 0.1, 0.05
+"""Of the reward: at least so much more at last than at first, and at most."""
 ALGORITHMS: dict[str, tuple[str, ...]] = {
     "grpo": (),
     "rloo": ("align.weighting=token",),
-    "ppo": ("align.epochs=2", "align.value_coefficient=0.1", "train.steps=120"),
+    "ppo": ("align.epochs=2", "align.value_coefficient=0.1"),
 }
 
 
 def test_sorting_is_learnt_from_its_score(tmp_path: Path) -> None:
     start = write_start(tmp_path / "start", "sort", 50)
-    before, after = gain(
-        align(start, tmp_path / "run", *SORT, "align.answers=8", "optimizer.lr=1e-3", "train.steps=16")
-    )
+    sets = ("align.task=sort", *BATCH, "align.prompts=8", "align.answers=8", "train.steps=16")
+    before, after = gain(align(start, tmp_path / "run", *sets))
     assert after > before + 0.04
 
 
@@ -79,24 +78,26 @@ def sorter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_shuffled", [False, True])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("seed", range(5))
-def test_every_algorithm_learns_to_sort(sorter: Path, tmp_path: Path, algorithm: str, seed: int) -> None:
-    sets = (f"align.algorithm={algorithm}", "train.steps=60", *ALGORITHMS[algorithm])
-    before, after = gain(align(sorter, tmp_path / "run", *SORT, *sets, seed=seed))
-    assert after > before + LINE
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("seed", range(5))
-def test_shuffled_rewards_teach_nothing(
-    sorter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str, seed: int
+def test_every_algorithm_learns_to_sort_and_nothing_from_shuffled_rewards(
+    sorter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str, seed: int, is_shuffled: bool
 ) -> None:
-    shuffle_rewards(monkeypatch)
-    sets = (f"align.algorithm={algorithm}", "train.steps=60", *ALGORITHMS[algorithm])
-    before, after = gain(align(sorter, tmp_path / "run", *SORT, *sets, seed=seed), "reward/task")
-    assert after < before + LINE
+    sets = ("align.task=sort", f"align.algorithm={algorithm}", *BATCH, *ALGORITHMS[algorithm])
+    check_learnt(monkeypatch, sorter, tmp_path / "run", seed, is_shuffled, *sets)
+
+
+def check_learnt(
+    monkeypatch: pytest.MonkeyPatch, start: Path, run: Path, seed: int, is_shuffled: bool, *sets: str
+) -> list[dict[str, Any]]:
+    """That the task's own reward rises, or with shuffled rewards does not; the steps of the run."""
+    if is_shuffled:
+        shuffle_rewards(monkeypatch)
+    lines = align(start, run, *sets, seed=seed)
+    before, after = gain(lines, "reward/task")
+    assert after < before + NOT_LEARNT if is_shuffled else after > before + LEARNT
+    return lines
 
 
 STARTS: dict[str, tuple[int, Callable[[random.Random, Case], str] | None]] = {
@@ -107,28 +108,36 @@ STARTS: dict[str, tuple[int, Callable[[random.Random, Case], str] | None]] = {
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_shuffled", [False, True])
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("task", ["bandit", "add"])
-def test_a_bandit_and_sums_are_learnt(tmp_path: Path, task: str, seed: int) -> None:
+def test_a_bandit_and_sums_are_learnt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, seed: int, is_shuffled: bool
+) -> None:
     steps, example = STARTS[task]
     start = write_start(tmp_path / "start", task, steps, seed, example=example)
-    sets = (f"align.task={task}", "align.prompts=16", "align.answers=16", "optimizer.lr=1e-3", "train.steps=60")
-    before, after = gain(align(start, tmp_path / "run", *sets, seed=seed))
-    assert after > before + 0.1
+    # Five arms are soon drifted to by chance: a low rate keeps what is learnt apart from it.
+    rate = ("optimizer.lr=3e-4",) if task == "bandit" else ()
+    check_learnt(monkeypatch, start, tmp_path / "run", seed, is_shuffled, f"align.task={task}", *BATCH, *rate)
 
 
 @pytest.mark.slow
-def test_a_verifier_that_can_be_hacked_is_and_the_parts_show_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_shuffled", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_verifier_that_can_be_hacked_is_and_the_parts_show_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, is_shuffled: bool
+) -> None:
     """It pays for the word ok: the reward goes up, and what was meant does not."""
     steps, example = STARTS["hackable"]
-    start = write_start(tmp_path / "start", "hackable", steps, example=example)
-    sets = ("align.task=hackable", "align.prompts=8", "align.answers=16", "optimizer.lr=5e-4", "train.steps=40")
-    lines = align(start, tmp_path / "run", *sets)
-    before, after = gain(lines)
-    assert before < 0.6
-    assert after > 0.9
-    right_before, right_after = gain(lines, "reward/task.right")
-    assert right_after < right_before + 0.05
+    start = write_start(tmp_path / "start", "hackable", steps, seed, example=example)
+    sets = ("align.task=hackable", *BATCH, "align.prompts=8", "optimizer.lr=5e-4", "train.steps=40")
+    lines = check_learnt(monkeypatch, start, tmp_path / "run", seed, is_shuffled, *sets)
+    if not is_shuffled:
+        before, after = gain(lines)
+        assert before < 0.6
+        assert after > 0.9
+        right_before, right_after = gain(lines, "reward/task.right")
+        assert right_after < right_before + 0.05
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dr-grpo"])
@@ -155,10 +164,11 @@ def test_the_trap_shows_the_length_bias_of_grpo_and_that_dr_grpo_has_none(algori
 
 
 @pytest.mark.slow
-def test_vowels_are_preferred_by_a_reward_model_and_by_dpo(tmp_path: Path) -> None:
-    chance = random.Random(0)
+@pytest.mark.parametrize("seed", range(5))
+def test_vowels_are_preferred_by_a_reward_model_and_by_dpo(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
     start = write_start(
-        tmp_path / "start", "vowels", 60, example=lambda chance, case: "".join(chance.choices(LETTERS, k=6))
+        tmp_path / "start", "vowels", 60, seed, example=lambda chance, case: "".join(chance.choices(LETTERS, k=6))
     )
     lines = []
     for number in range(600):
@@ -169,9 +179,9 @@ def test_vowels_are_preferred_by_a_reward_model_and_by_dpo(tmp_path: Path) -> No
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text("\n".join(lines))
     both = (f"align.preferences={pairs}", "align.prompts=32", "optimizer.lr=1e-3", "train.steps=120")
-    scored = align(start, tmp_path / "reward", "align.algorithm=reward", *both)
+    scored = align(start, tmp_path / "reward", "align.algorithm=reward", *both, seed=seed)
     assert gain(scored, "accuracy")[1] >= 0.95
-    align(start, tmp_path / "dpo", "align.algorithm=dpo", *both)
+    align(start, tmp_path / "dpo", "align.algorithm=dpo", *both, seed=seed)
     prompts = [list(TASKS["vowels"].case(9, number)["prompt"].encode()) for number in range(100)]
     shares = []
     for folder in (start, tmp_path / "dpo"):
