@@ -283,6 +283,8 @@ def test_events_become_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert "4.1k tokens/s" in words
     assert "12 s left" in words
     assert "reward 0.2500  held-out reward 0.3000" in step_words(event | {"reward": 0.25, "held_out": -0.3})
+    scored = {"reward": 0.0, "held_out": 0.0, "unscored": 0.25, "unscored_why": "task: ValueError: no"}
+    assert "held-out reward 0.0000  25% of answers not scored: task: ValueError: no  " in step_words(event | scored)
     line = sink_to(Shown())
     line(0, "out", b"\x1e" + b'{"kind": "say", "text": "hello"}')
     line(1, "out", b"plain")

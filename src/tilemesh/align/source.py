@@ -87,6 +87,8 @@ class RolloutSource(Source):
         self._batch: RolloutBatch | None = None
         self._held: dict[str, Any] = {}
         self._steps_done = 0
+        self._unscored_why = ""
+        """Of the last answers that could not be scored, the most common reason."""
         self._timed = drawing.answers.timed
         self._begun: tuple[int, int] | None = None
         """Which batch is being drawn, by weights of which version."""
@@ -219,8 +221,10 @@ class RolloutSource(Source):
         if self.rewards.models:
             with self._timed("reward"):
                 joined |= self._judged(rollout)
-        for reason, times in Counter(failures).most_common(1) if self.mesh.comm.rank == 0 else ():
-            self.recorder.at(f"{times} of {len(rollout)} answers could not be scored: {reason}")
+        for reason, times in Counter(failures).most_common(1):
+            self._unscored_why = reason
+            if self.mesh.comm.rank == 0:
+                self.recorder.at(f"{times} of {len(rollout)} answers could not be scored: {reason}")
         rollout = rollout.with_reward(self.rewards.total(joined))
         checks.check_rewards(rollout.reward, joined, self.rewards.weights)
         return rollout, joined, len(failures)
@@ -349,8 +353,9 @@ class RolloutSource(Source):
         _, deviation, _ = advantages.group_means(rollout.reward, rollout.group)
         parts = {f"reward/{name}": float(np.nanmean(values)) for name, values in batch.parts.items()
                  if np.isfinite(values).any()}  # fmt: skip
+        why = {"unscored_why": self._unscored_why} if batch.failures else {}
         return {
-            "reward": float(rollout.reward.mean()), "reward_std": float(rollout.reward.std()), **parts,
+            **why, "reward": float(rollout.reward.mean()), "reward_std": float(rollout.reward.std()), **parts,
             "answer_tokens": float(rollout.trained.mean()),
             "truncated": sum(reason == LENGTH for reason in rollout.finish) / len(rollout),
             "groups_alike": float((deviation == 0).mean()), "unscored": batch.failures / len(rollout),
