@@ -84,7 +84,7 @@ MOST_LINES = {
     "kernels": 20_363,
     "comm": 11_343,
     "graph": 9_541,
-    "model": 10_548,
+    "model": 10_551,
     "plan": 8_579,
     "parallel": 9_999,
     "methods": 1_978,

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tilemesh.core.cost import Cost
 from tilemesh.kernels.decode_layers.cpu import LayerAdapters, LayerPages, LayerWeights, RowAdapters, decode_layers
+from tilemesh.kernels.decode_layers.cpu import library as step_library
 from tilemesh.kernels.few_linear.cost import MOST_ROWS
 from tilemesh.kernels.few_linear.cpu import gate_rows, library, norm_rows
 from tilemesh.model.kinds import Adapted
@@ -121,6 +122,8 @@ class DecodeOnCpu(RowsOnCpu):
         norms = (seat.here.attention_norm, seat.here.mlp_norm, seat.model.final_norm)
         if len({norm.epsilon for norm in norms if norm is not None}) > 1:
             return "norms differ"
+        if step_library() is None:  # compiled here, and not before the first token but one
+            return "there is no C compiler here"
         if not multiplies_few(seat.dtype):
             return "products here are of weights that were laid out once"
         kinds = [layer.kind.stacked() for layer in _products(seat)]
