@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tilemesh.comm import run_threads
 from tilemesh.data.digits import drawn_digits, load_digits
@@ -43,6 +44,27 @@ def test_asynchronous_pipelines_read_97_percent_of_the_digits() -> None:
     shares = module["main"](lambda function: run_threads(4, function))
     for name in ("ampnet", "pipemare", "pipedream"):
         assert shares[name] >= 0.97, (name, shares)
+
+
+def test_a_network_without_filters_is_the_network_with_those_filters_at_zero() -> None:
+    module = example("filter_pruning")
+    model = module["network"](6, 8).double()
+    smaller = module["pruned"](model, 0.5).double()
+    with torch.no_grad():
+        for place in (0, 3):
+            strength = model[place].weight.abs().sum((1, 2, 3))
+            for parameter in (model[place].weight, model[place].bias):
+                parameter[strength.argsort()[: len(strength) // 2]] = 0
+        images = module["IMAGES"][:50].double()
+        assert float((model(images) - smaller(images)).abs().max()) < 1e-6  # copied through float32
+    assert [smaller[place].weight.shape[0] for place in (0, 3)] == [3, 4]
+
+
+@pytest.mark.slow
+def test_pruned_filters_save_operations_and_single_weights_do_not() -> None:
+    rows = example("filter_pruning")["main"]()
+    assert rows["and trained again"][0] > max(0.9, rows["filters taken out"][0])
+    assert rows["and trained again"][2] < 0.4 * rows["whole"][2] == 0.4 * rows["single weights, again"][2]
 
 
 def test_features_by_tasks_and_by_rows_are_the_same() -> None:
