@@ -121,7 +121,8 @@ _SILU = _GATED - _GEMMA
 _NORM_FIRST = {"llama", "yarn", "mistral"}
 """RMSNorm before each block, heads turned whole, no bias."""
 APPLIES = {
-    products.ATTENTION.name: {*PAPERS} - {"deepseek_v2"}, products.MLP.name: _GATED, one_token.GATE.name: _SILU,
+    products.ATTENTION.name: {*PAPERS} - {"deepseek_v2", "deepseek_v3"}, products.MLP.name: _GATED,
+    one_token.GATE.name: _SILU,
     one_token.NORMS.name: _NORM_FIRST, few_tokens.FEW.name: _NORM_FIRST,
     joined.JOINED.name: {"gpt2", "post"}, fused_mlp.FUSED_MLP.name: {"gpt2", "gpt_neox", "neox", "post"},
     ends.EMBEDDING.name: {*PAPERS} - {*_GEMMA, "post"}, ends.PROJECTION.name: {*PAPERS},
