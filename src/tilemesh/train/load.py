@@ -102,7 +102,7 @@ def load(
     `recipe`: a recipe's name or TOML file, to train for compression; the configuration keeps what the file says.
     `pins`, `choose`: of a module of the user's, which `name` gives as FILE.py:FUNCTION, or a TOML file with [module].
     """
-    start = _module_start(name, resume)
+    start = _module_start(name, resume if init is None else None)  # a run has its beginning: refused below
     if start is not None:
         _refuse_for_module(plan=plan, init=init, recipe=recipe)
         return _load_module(start, sets, mesh, ranks, pins, choose)
