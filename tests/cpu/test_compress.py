@@ -256,7 +256,8 @@ def test_families_with_joined_and_transposed_matrices_come_back_too(kind, tmp_pa
     small = quantize(plain, "int4-g8")
     huggingface.save(small, tmp_path)
     tokens = torch.randint(0, config.vocabulary, (1, 20))
-    assert torch.equal(huggingface.load(tmp_path).eval()(tokens), small(tokens))
+    with torch.no_grad():  # the same way of multiplying for both
+        assert torch.equal(huggingface.load(tmp_path).eval()(tokens), small(tokens))
 
 
 def test_moved_scales_change_nothing_by_themselves(model, tokens, monkeypatch):

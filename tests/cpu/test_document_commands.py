@@ -195,6 +195,7 @@ def smaller(words: list[str]) -> list[str]:
             settings = [] if "--resume" in options else [ON_CPU]
             settings += [] if {"--init", "--resume"} & options else [SMALL]
             settings += ["model.heads=4,model.kv_heads=4"] if "tp=4" in options else []
+            settings += ["plan.microbatch=12"] if "plan.microbatch=" in " ".join(words) else []
             settings += ["train.steps=8"] if "--out" not in options else []
             # A step in bf16 with 50,257 tokens takes a minute on a CPU that has no such unit.
             settings += ["plan.precision=fp32,model.vocabulary=256"] if "gpt2-124m" in options else []

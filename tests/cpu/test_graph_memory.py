@@ -37,7 +37,7 @@ def test_a_budget_of_memory_is_kept_by_computing_again() -> None:
     expected = _gradients(*[_mlp()] * 2, x)
     everything = None
     predicted, shares = [], []
-    for budget in ("64MiB", 0.7, 0.55):
+    for budget in ("64MiB", 0.8, 0.65):
         torch._dynamo.reset()
         model = _mlp()
         if isinstance(budget, float):

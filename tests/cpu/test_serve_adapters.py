@@ -114,11 +114,15 @@ def alone(folders: Path) -> list[tuple[tuple[int, ...], list[float]]]:
     return expected
 
 
-def same(made: list[tuple[tuple[int, ...], list[float]]], expected: list[tuple[tuple[int, ...], list[float]]]) -> None:
+def same(
+    made: list[tuple[tuple[int, ...], list[float]]],
+    expected: list[tuple[tuple[int, ...], list[float]]],
+    most: float = 1e-5,
+) -> None:
     """Float32: the same sums in another order."""
     for (tokens, logprobs), (their_tokens, their_logprobs) in zip(made, expected, strict=True):
         assert tokens == their_tokens
-        assert logprobs == pytest.approx(their_logprobs, abs=1e-5)
+        assert logprobs == pytest.approx(their_logprobs, abs=most)
 
 
 @pytest.mark.parametrize("settings", [{}, {"packed": False}, {"invariant": True}, {"chunk_tokens": 5, "pages": 40}])
@@ -157,7 +161,8 @@ def test_adapters_over_weights_of_4_bits(folders: Path, tmp_path: Path) -> None:
             expected += answers(engine, [prompt], [GREEDY])
     with Engine(tmp_path / "int4", pages=120, page_tokens=4, adapters=8, adapter_rank=8) as engine:
         load_all(engine, folders)
-        same(answers(engine, prompts_of(8), list(map(asked, range(8)))), expected)
+        # Codes of few rows meet activations of 16 bits: each product is off by up to 2^-15 of a row's largest.
+        same(answers(engine, prompts_of(8), list(map(asked, range(8)))), expected, most=1e-4)
 
 
 def test_pages_of_one_adapter_are_never_anothers(folders: Path) -> None:

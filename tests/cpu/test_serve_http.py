@@ -405,7 +405,7 @@ def test_what_the_command_refuses(folder: Path, server: Serving, capsys: pytest.
     assert main(["serve", str(folder), "--port", str(server.port)]) == 1
     assert f"cannot listen on 127.0.0.1, port {server.port}" in capsys.readouterr().err
     assert main(["serve", str(folder), "--mesh", "pp=2"]) == 2
-    assert "--mesh is pp=2: expected tp=N, dp=N or both" in capsys.readouterr().err
+    assert "--mesh is pp=2: serving has no pp" in capsys.readouterr().err
     assert main(["serve", str(folder), "--port", "70000"]) == 2
     assert "--port is 70000" in capsys.readouterr().err
 

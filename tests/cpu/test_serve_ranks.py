@@ -291,8 +291,8 @@ def test_what_cannot_start_says_why(folder: Path, tmp_path: Path) -> None:
     for text in ("pp=2", "tp", "tp=0", "tp=x", "tp=2;dp=2"):
         with pytest.raises(UsageError, match="--mesh is"):
             read_mesh(text)
-    assert read_mesh("tp=2,dp=3") == {"tp": 2, "dp": 3}
-    assert read_mesh(None) == {"tp": 1, "dp": 1}
+    assert read_mesh("tp=2,dp=3") == {"tp": 2, "dp": 3, "ep": 1}
+    assert read_mesh(None) == {"tp": 1, "dp": 1, "ep": 1}
 
 
 def test_a_model_that_cannot_be_shared_by_so_many_is_refused_before_a_rank_starts(

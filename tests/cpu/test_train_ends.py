@@ -56,12 +56,13 @@ def test_a_loss_has_to_be_lower_by_the_smallest_improvement() -> None:
 class TestEarlyStopping:
     # No loss gets better by 10 nats: the first evaluation stays the best.
     SETS = "evaluate.every=2,evaluate.patience=2,evaluate.min_improvement=10,checkpoint.every=0,train.steps=30"
+    BEST = "checkpoint.keep_best=true,checkpoint.keep=1,sample.prompt="
 
     @pytest.fixture(scope="class")
     @classmethod
     def stopped(cls, text: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder = tmp_path_factory.mktemp("early") / "run"
-        result, said = trained(made(text, "dp=2,tp=1", cls.SETS, "checkpoint.keep_best=true,checkpoint.keep=1"), folder)
+        result, said = trained(made(text, "dp=2,tp=1", cls.SETS, cls.BEST), folder)
         assert not result.interrupted
         assert any("early stopping" in line for line in said)
         return folder
@@ -85,7 +86,7 @@ class TestEarlyStopping:
 
     def test_resumed_it_has_ended_until_there_is_more_patience(self, text: str, stopped: Path, tmp_path: Path) -> None:
         shutil.copytree(stopped, folder := tmp_path / "run")
-        config = made(text, "dp=2,tp=1", self.SETS, "checkpoint.keep_best=true,checkpoint.keep=1")
+        config = made(text, "dp=2,tp=1", self.SETS, self.BEST)
         for _ in range(2):
             result, said = trained(config, folder, resume=True)
             assert (result.step, result.held_out) == (6, held_out(stopped)[6])

@@ -1,4 +1,4 @@
-"""Train a Transformer, or a module of yours, on one or several processes. With checkpoints, restarts and a report."""
+"""Train a Transformer, or your own module, on several processes. With checkpoints, restarts and a report."""
 
 from __future__ import annotations
 
