@@ -298,6 +298,19 @@ def test_ranks_files_are_joined_where_no_trace_was_merged(make_run: MakeRun) -> 
 # ---- words -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("gain", "words"), [(0.01, "The reward rose from 0.5"), (-0.01, "The reward fell from 0.4")])
+def test_the_verdict_of_a_feedback_run_is_of_its_rewards(make_run: MakeRun, gain: float, words: str) -> None:
+    """A loss there says little: it is near 0 whatever was learned."""
+    folder = make_run(exchange=0.3)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line |= {"reward": 0.5 + gain * line["step"]} if line.get("kind") == "step" else {}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    judged = verdict.judge(run.read(folder), 0.62)
+    assert judged.sentence.startswith(words)
+    assert judged.is_bad == (gain < 0)
+
+
 def test_the_verdict_names_the_largest_saving(make_run: MakeRun) -> None:
     found = run.read(make_run(exchange=0.3))
     assert verdict.judge(found, 0.62).sentence == (

@@ -96,7 +96,7 @@ def judge(run: Run, of_limit: float | None, why_no_limit: str = "", advice: str 
     elif shares and of_limit is not None:
         parts.append("nothing measured leaves more than half a percent to save")
     sentence = "; ".join(part for part in parts if part) or "the folder says nothing of how it went"
-    is_bad = run.was_cut_short or run.is_unread or _is_lost(run) or " rose " in learned
+    is_bad = run.was_cut_short or run.is_unread or _is_lost(run) or "loss rose" in learned or "reward fell" in learned
     return Verdict(sentence[0].upper() + sentence[1:] + ".", is_bad, advice)
 
 
@@ -142,14 +142,14 @@ def _starting(run: Run) -> str:
 
 
 def _learned(run: Run) -> str:
-    """What became of the loss, where there is enough of it: the first steps' against the last tenth's."""
-    values = [value for _, value in run.figure("loss")]
-    last = run.tail("loss")
+    """What became of the loss, or of rewards, where there are enough: the first steps' against the last tenth's."""
+    name = "reward" if run.figure("reward") else "loss"
+    values, last = [value for _, value in run.figure(name)], run.tail(name)
     if run.state != DONE or len(values) < 20 or last is None or not all(map(math.isfinite, values[:3])):
         return ""
     first = sum(values[:3]) / 3
     way = "fell" if last.p80 < first else "rose" if last.p20 > first else "stayed as it was,"
-    return f"the loss {way} from {first:.3g} in the first 3 steps to {last.median:.3g} in {run.tail_words}"
+    return f"the {name} {way} from {first:.3g} in the first 3 steps to {last.median:.3g} in {run.tail_words}"
 
 
 def _next(run: Run) -> str:
