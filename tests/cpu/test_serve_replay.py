@@ -117,6 +117,18 @@ def test_requests_that_cannot_be_computed_replay_too(small: ServedModel, monkeyp
     assert [step.failed for step in again.steps] == [step.failed for step in history.steps]
 
 
+def test_a_change_that_waits_is_done_when_the_last_request_ends(small: ServedModel) -> None:
+    """And not when the next one comes: an engine with nothing else to do slept on it."""
+    with Engine(small, pages=60, page_tokens=4, step_tokens=24, running=4) as engine:
+        core, done = engine._core, threading.Event()
+        assert not core.busy
+        core.changes.append((True, done.set))  # as where the request that it waited for has ended in this step
+        assert core.busy
+        with engine._lock:
+            engine._lock.notify()
+        assert done.wait(60)
+
+
 @pytest.mark.parametrize("running", ["finish", "carry", "recompute"])
 def test_a_history_over_new_weights_is_replayed(small: ServedModel, running: str) -> None:
     """Prefixes of older weights are not found, requests wait for others to end, pages are lost: step for step alike."""

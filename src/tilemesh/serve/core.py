@@ -83,7 +83,7 @@ class EngineCore:
 
     @property
     def busy(self) -> bool:
-        return (self.scheduler.busy and not self.stands) or self._ahead is not None
+        return (self.scheduler.busy and not self.stands) or self._ahead is not None or bool(self.changes)
 
     @property
     def stands(self) -> bool:
