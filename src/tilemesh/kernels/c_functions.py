@@ -19,7 +19,7 @@ _SHARED = Path(__file__).with_name("exponential.h")
 
 
 def c_functions(name: str, sources: Sequence[Path], arguments: Mapping[str, Sequence[type]]) -> ctypes.CDLL | None:
-    """The functions of these files, each with the types of its arguments; None where they cannot be had here."""
+    """The functions of these files, each with the types of its arguments; None without Linux and a C compiler."""
     if platform.system() != "Linux":
         return None
     try:

@@ -72,7 +72,7 @@ class LayerPages(NamedTuple):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled function; None where it cannot be had here."""
+    """The compiled function; None without Linux and a C compiler."""
     here = Path(__file__).parent
     sources = [here.with_name(name) / "cpu.c" for name in ("few_linear", "paged_attention", here.name)]
     types = [_ADDRESS, _LONG, *[_ADDRESS] * 5, *[_LONG] * 8, ctypes.c_float, ctypes.c_float, _ADDRESS]

@@ -22,7 +22,7 @@ _ADDRESS, _LONG = ctypes.c_void_p, ctypes.c_long
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled functions; None where they cannot be had here."""
+    """The compiled functions; None without Linux and a C compiler."""
     arguments = {
         "few_product": [*[_ADDRESS] * 4, *[_LONG] * 3],
         "gate_rows": [*[_ADDRESS] * 2, *[_LONG] * 2],

@@ -36,7 +36,7 @@ FEW_ROWS = {"int8": 32, "int4": 32, "fixed16": 16}
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled functions; None where they cannot be had here."""
+    """The compiled functions; None without Linux and a C compiler."""
     if platform.system() != "Linux":
         return None
     try:

@@ -20,7 +20,7 @@ _ADDRESS, _LONG = ctypes.c_void_p, ctypes.c_long
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled functions; None where they cannot be had here."""
+    """The compiled functions; None without Linux and a C compiler."""
     arguments = {
         "attend_decoding": [*[_ADDRESS] * 7, *[_LONG] * 8, ctypes.c_float],
         "attend_chunks": [*[_ADDRESS] * 6, *[_LONG] * 8, ctypes.c_float],
