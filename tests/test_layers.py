@@ -81,7 +81,7 @@ MOST_LINES = {
     "launch": 2_140,
     "runs": 2_173,
     "data": 2_645,
-    "kernels": 20_363,
+    "kernels": 20_380,
     "comm": 11_343,
     "graph": 9_541,
     "model": 10_551,

@@ -148,6 +148,19 @@ def test_products_of_fixed_point_are_exact_but_for_the_activations(outputs, rows
 
 
 @needs_c
+@pytest.mark.parametrize("name", sorted(cpu.FEW_ROWS))
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_that_is_not_finite_stays_so(name, value):
+    scheme = Scheme(name)
+    made = codes.quantize(matrix(1), scheme)
+    x = torch.ones(3, 48)
+    x[1, 17] = value
+    y = cpu.product(x, codes.pack(made.codes, scheme.number), scheme, made.scales, None, None)
+    assert not y[1].isfinite().any()
+    assert y[[0, 2]].isfinite().all()
+
+
+@needs_c
 def test_integer_products_take_zeros_and_refuse_what_they_do_not_serve():
     scheme = Scheme("int8")
     made = codes.quantize(matrix(1), scheme)

@@ -100,16 +100,35 @@ typedef struct {
     long N, K, G, scale_rows, padded;
 } product_t;
 
+/* The largest magnitude of a row; NaN where one of its numbers is NaN or infinite. Magnitudes are ordered as their bits
+ * are, and whole numbers are compared as they stand where a compiler may take every float for finite. */
+static float largest(const float *x, long K) {
+    uint32_t most = 0;
+    for (long k = 0; k < K; k++) {
+        uint32_t bits;
+        memcpy(&bits, x + k, sizeof bits);
+        bits &= 0x7fffffff;
+        most = bits > most ? bits : most;
+    }
+    if (most >= 0x7f800000) most = 0x7fc00000;
+    float magnitude;
+    memcpy(&magnitude, &most, sizeof magnitude);
+    return magnitude;
+}
+
+/* What a row of this largest magnitude is measured in: `limit` steps, or NaN, so that what was NaN stays NaN. */
+static float step_of(float most, float limit) {
+    uint32_t bits;
+    memcpy(&bits, &most, sizeof bits);
+    return bits >= 0x7f800000 ? most : fmaxf(most / limit, 1.17549435e-38f);
+}
+
 /* One row of activations to bytes, by the very operations of codes.py (a division, ties to even), so that a token has the
  * same codes however many are beside it. Without `low`, 8 bits under the scale that is given. */
 static void to_bytes(const float *restrict x, int8_t *restrict high, int8_t *restrict low, float *scale,
                      int32_t *restrict high_sums, int32_t *restrict low_sums, long K, long G, long padded, int bits) {
     const float limit = low ? 127 * 128 : 127, least = low ? -127 * 128 : -128;
-    if (low) {
-        float most = 0;
-        for (long k = 0; k < K; k++) most = fmaxf(most, fabsf(x[k]));
-        *scale = fmaxf(most / limit, 1.17549435e-38f);
-    }
+    if (low) *scale = step_of(largest(x, K), limit);
     const float step = *scale;
     const long group = K / G;
     const uint8_t pairs[STEP / 2] = {[0 ... STEP / 2 - 1] = 0x11};
@@ -236,9 +255,7 @@ void fixed_product(const int16_t *w, const float *scale, const float *x, const f
                    float *x_scale, long M, long N, long K, long G, long scale_rows) {
     const long group = K / G;
     for (long m = 0; m < M; m++) {
-        float most = 0;
-        for (long k = 0; k < K; k++) most = fmaxf(most, fabsf(x[m * K + k]));
-        x_scale[m] = exp2f(ceilf(log2f(fmaxf(most / 32767, 1.17549435e-38f))));
+        x_scale[m] = exp2f(ceilf(log2f(step_of(largest(x + m * K, K), 32767))));
         const float factor = 1 / x_scale[m];
         for (long k = 0; k < K; k++) whole[m * K + k] = (int16_t)rintf(x[m * K + k] * factor);
     }
