@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LOCKS = ROOT / "locks"
 EXTRAS = {
-    "all": ("choose", "dev", "hf", "mpi", "serve"),
+    "all": ("choose", "dev", "graph", "hf", "mpi", "serve"),
     "serve": ("hf", "mpi", "serve"),
     "train": ("hf", "mpi"),
     "docs": ("docs",),
