@@ -29,6 +29,7 @@ from tilemesh.launch.start import find_mpiexec
 from tilemesh.parallel.gate.cases import (
     MODELS,
     OPTIMIZERS,
+    PAPERS,
     Case,
     cases,
     compressed,
@@ -87,9 +88,10 @@ def test_ranks_without_a_part_wait_for_a_case_and_not_for_all_of_them(monkeypatc
     assert found == [[result] * 8, [], [], []]
 
 
-def test_every_optimizer_and_a_scaled_loss_on_one_process() -> None:
+def test_every_optimizer_a_scaled_loss_and_all_papers_on_one_process() -> None:
     """On two ranks, and with 16-bit weights: `test_the_whole_gate`."""
-    chosen = [case for case in numerics(1) if case.precision == "fp64" and not case.by_papers]
+    chosen = [case for case in numerics(1) if case.precision == "fp64"]
+    assert {case.model for case in chosen if case.by_papers} == {*PAPERS}
     assert {case.optimizer for case in chosen} == {*OPTIMIZERS, ""}
     results = run(1, chosen)
     assert [result for result in results if not result.passed] == []

@@ -24,6 +24,7 @@ from tilemesh.kernels.lowbit.formats import parse_scheme
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.dropout import DropoutPlace, fold_seed
 from tilemesh.model.eight_bits import EightBits
+from tilemesh.model.experts import EXCESS_SIZE
 from tilemesh.model.kinds import Adapted, Masked, Rounded, few_bits, projections, put
 from tilemesh.model.linear import ACTIVATIONS, Linear, as_kind
 from tilemesh.model.loss import IGNORED, loss_sum
@@ -176,8 +177,11 @@ def whole_norm(values: Mapping[str, Tensor]) -> float:
 def _by_papers(config: ModelConfig, weights: Mapping[str, Tensor], step: int, device: str) -> tuple[float, int]:
     tokens_BT, targets_BT = (x.to(device) for x in batch(config, step))
     count = int((targets_BT != IGNORED).sum())
-    total, _ = papers_loss(config, weights, tokens_BT, targets_BT)
+    total, sites = papers_loss(config, weights, tokens_BT, targets_BT)
     total.backward()  # type: ignore[no-untyped-call]
+    for name in (name for name in sites if f"{name}.bias" in weights and "router" in name):
+        bias_X = weights[f"{name}.bias"]
+        bias_X.grad = EXCESS_SIZE * papers.excess(config, sites[name].detach(), bias_X.detach())
     return total.item(), count
 
 

@@ -57,6 +57,12 @@ def router_loss(
     return total
 
 
+def excess(config: ModelConfig, scores: Tensor, bias: Tensor) -> Tensor:
+    """By expert: how many tokens picked it, times the experts, less the picks of all."""
+    tally = _picked(config, _affinity(config, scores.flatten(0, 1)), bias).to(bias.dtype).sum(0)
+    return tally * config.experts - tally.sum()
+
+
 def logits(config: ModelConfig, weights: Weights, tokens: Tensor, sites: Sites | None = None) -> Tensor:
     """Of every token (rows, tokens, vocabulary). `sites`: takes what attention, MLP and layers give, by their names."""
     table = weights["token_embedding.weight"]
