@@ -94,7 +94,7 @@ MOST_LINES = {
     "align": 3_631,
     "report": 6_302,
     "bench": 9_244,
-    "cli": 6_389,
+    "cli": 6_394,
     "guide": 17_297,
 }
 SOURCE_SUFFIXES = (".py", ".c", ".h", ".cu", ".cuh", ".js", ".css")

@@ -70,6 +70,7 @@ DIGITS = "9" * 5000
         (["bench", "collective", "--json", "."], "it is a folder"),
         (["train", "--json", "/proc/x"], "--json /proc/x cannot be written"),
         (["verify", "--json", "/proc/x"], "--json /proc/x cannot be written"),
+        (["verify", "--device", "cuda", "--transport", "threads"], "give --transport torch or mpi"),
         (["doctor", "--json", "/proc/x"], "--json /proc/x cannot be written"),
         (["calibrate", "--json", "/proc/x"], "--json /proc/x cannot be written"),
         (["launch", "--ranks", "1000000", "--", "true"], "--ranks is 1000000: expected at most"),

@@ -115,6 +115,11 @@ def _require(options: VerifyOptions) -> None:
 
     every_case(options.ranks, options.models, options.precision)
     if options.device == "cuda":
+        if options.transport == "threads" and options.ranks > 1:  # they would wait for one another in it for good
+            raise UsageError(
+                "--transport threads with --device cuda: torch runs all backward passes of a GPU in one thread, and "
+                "ranks exchange in theirs; give --transport torch or mpi"
+            )
         from tilemesh.kernels.launch.tensors import read_device
 
         read_device(options.device)
