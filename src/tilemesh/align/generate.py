@@ -31,7 +31,7 @@ from tilemesh.parallel.laid import Laid
 from tilemesh.serve.answers import Completion
 from tilemesh.serve.config import EngineConfig
 from tilemesh.serve.engine import Engine
-from tilemesh.serve.load import ServedModel
+from tilemesh.serve.load import ServedModel, WeightSource
 from tilemesh.serve.rank import LaidRunner, LeadingRunner, follow_steps, following_runner
 from tilemesh.serve.request import Sampling
 from tilemesh.serve.runner import Runner
@@ -55,9 +55,10 @@ class EngineSeat:
             self._engine.sleep(1)
         return completions
 
-    def _write(self, weights: Mapping[str, Tensor], version: int) -> None:
+    def _write(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """Weights of the very model that the engine was made for: nobody looks again whether they fit it."""
         assert self._engine is not None
-        self._engine.update_weights(weights, version, running="recompute")
+        self._engine.write_weights(WeightSource({}, weights), version, "recompute")
         if self._engine.version != version:
             raise RunError(f"the engine has weights of version {self._engine.version}: expected {version}")
 
@@ -77,7 +78,7 @@ class RolloutEngine(EngineSeat):
         self._engine = Engine(dataclasses.replace(served, model=model, origin=None), engine)
 
     def update(self, weights: Mapping[str, Tensor], version: int) -> None:
-        self._write(weights, version)
+        self._write(iter(weights.items()), version)
 
 
 class Generator(EngineSeat):
@@ -101,6 +102,11 @@ class Generator(EngineSeat):
         """Where ranks share the engine: what computes this rank's part."""
         config = laid.model.config
         self.names = [name for name, _ in Transformer(config, device="meta").named_parameters()]
+        # To look for a model's parameters takes as long as the rest of an update.
+        self._own = dict(laid.model.named_parameters())
+        self._adapted = {
+            name: (layer, layer.kind) for name, layer in projections(laid.model) if isinstance(layer.kind, Adapted)
+        }
         if is_elsewhere:
             return
         meta = torch.device("meta")
@@ -125,10 +131,6 @@ class Generator(EngineSeat):
         served = dataclasses.replace(served, model=part.model, origin=None)
         self._engine = Engine(served, engine, make_runner=make_runner)
 
-    @property
-    def _adapted(self) -> bool:
-        return any(isinstance(layer.kind, Adapted) for _, layer in projections(self.laid.model))
-
     def wait(self) -> None:
         """Until a GPU has done what it was given: the last update."""
         if self.device.type == "cuda":
@@ -140,7 +142,7 @@ class Generator(EngineSeat):
             return
         self._version = version
         if self._engine is not None:
-            self._write(dict(self._local_weights()), version)
+            self._write(self._local_weights(), version)
         elif self._runner is not None:
             self._runner.write_weights(self._local_weights())
 
@@ -162,24 +164,21 @@ class Generator(EngineSeat):
 
     def _local_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Weights of this rank's own part, adapters merged."""
-        merged = {
-            f"{name}.weight": layer for name, layer in projections(self.laid.model) if isinstance(layer.kind, Adapted)
-        }
-        own = dict(self.laid.model.named_parameters())
         with torch.no_grad():
             for name in self.names:
-                yield name, merged[name].kind.dense(merged[name]) if name in merged else own[name].detach()
+                if adapted := self._adapted.get(name.removesuffix(".weight")):
+                    layer, kind = adapted
+                    yield name, kind.dense(layer)
+                else:
+                    yield name, self._own[name].detach()
 
     def _joined(self) -> dict[str, Tensor] | None:
         """Whole weights, put together of what ranks hold."""
         gathered = self.laid.gather()
-        scales = {
-            name: layer.kind.scale for name, layer in projections(self.laid.model) if isinstance(layer.kind, Adapted)
-        }
         if gathered is not None:
-            for name, scale in scales.items():
+            for name, (_, kind) in self._adapted.items():
                 low, high = gathered[f"{name}.lora_a"], gathered[f"{name}.lora_b"]
-                gathered[f"{name}.weight"] = gathered[f"{name}.weight"] + scale * (high @ low)
+                gathered[f"{name}.weight"] = gathered[f"{name}.weight"] + kind.scale * (high @ low)
             gathered = {name: gathered[name] for name in self.names}
         return gathered
 
