@@ -169,6 +169,7 @@ def case_with(plant: Plant) -> Case:
         candidates = numerics(2)
     elif plant.kind == "context":
         candidates = [case for ranks in (2, 4) for case in shared_sequences(ranks)]
+        candidates.append(Case("dropped", gate_plan(cp=2, ep=2)))
     elif plant.kind == "zero":
         candidates = [case for ranks in (2, 4) for case in combinations(ranks)]
     else:
@@ -238,7 +239,8 @@ def test_a_bug_is_refused_before_anything_runs(name: str, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     "name",
     [*("attention-no-sum", "region-no-sum", "norm-no-sum", "attention-kv-copies", "stage-tied-not-summed"),
-     *("stage-tied-counted-twice", "zero-norm-twice", "zero-groups-not-summed", "context-balance-per-rank")],
+     *("stage-tied-counted-twice", "zero-norm-twice", "zero-groups-not-summed", "context-balance-per-rank"),
+     "context-capacity-per-rank"],
 )  # fmt: skip
 def test_placements_see_older_bugs_too(name: str) -> None:
     case = case_with(PLANTS[name])

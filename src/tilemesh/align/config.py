@@ -378,6 +378,9 @@ CONFLICTS: tuple[Conflict[AlignConfig], ...] = (
     row("train.graph", lambda config: bool(config.train.graph), "answers differ in length", "train.graph=false"),
     row("lora.rank", lambda config: config.align.critic == "own" and config.training.lora.rank > 0,
         "a critic has all its weights trained, which adapters are there to avoid", "align.critic=shared"),
+    row("model.expert_capacity", lambda config: config.training.model.expert_capacity > 0,
+        "passes that drop what experts have no room for give other log-probabilities than the engine, which drops "
+        "nothing", "model.expert_capacity=0"),
     row("plan.microbatch", lambda config: config.align.is_of_pairs and config.plan.microbatch % 2 > 0,
         "the two answers of a pair are in one microbatch", "plan.microbatch=2"),
 )  # fmt: skip

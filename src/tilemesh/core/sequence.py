@@ -58,6 +58,17 @@ def tokens_of(runs: Runs) -> int:
     return sum(run.length for run in runs)
 
 
+def stretch_of_runs(runs: Runs, first: int, count: int) -> Runs:
+    """So many of a rank's tokens, from `first` in the order in which they lie."""
+    kept, at = [], 0
+    for run in runs:
+        begin, end = max(first, at), min(first + count, at + run.length)
+        if begin < end:
+            kept.append(TokenRun(run.begin + begin - at, end - begin))
+        at += run.length
+    return tuple(kept)
+
+
 def joined_runs(runs: Iterable[Runs]) -> Runs:
     """Of several ranks together, in the order of the sequence."""
     joined: list[TokenRun] = []

@@ -159,6 +159,10 @@ class ModelConfig:
     router_z_loss: Annotated[float, Range(0)] = 0.0
     """In training, the weight of the squared logarithm of the sum of the exponentials of a router's scores, in every
     layer with experts (ST-MoE; 0.001 is usual)."""
+    expert_capacity: Annotated[float, Range(0)] = 0.0
+    """In training, the most that an expert takes of a sequence over what would be even: of each sequence at most
+    expert_capacity x tokens x experts_per_token / experts picks, rounded up, those of the earliest tokens; what is
+    dropped counts 0 (1.25 is usual); 0: nothing is dropped, as in held-out text, generation and serving always."""
     family: str = ""
     """The Hugging Face model_type that it is exported as; empty: the first that can express the model."""
 
@@ -333,11 +337,11 @@ class ModelConfig:
 _BIASES: Mapping[str, tuple[str, ...]] = {"qkv": ("qkv",), "attention": ("qkv", "output"), "mlp": ("mlp",)}
 _OF_EXPERTS = (
     "router_renormalized", "router_scores", "router_bias", "router_groups", "router_groups_per_token", "router_scale",
-    "shared_width", "shared_gate", "dense_layers", "dense_width", "balance_loss", "router_z_loss",
+    "shared_width", "shared_gate", "dense_layers", "dense_width", "balance_loss", "router_z_loss", "expert_capacity",
 )  # fmt: skip
 """Settings that say something where there are experts alone."""
 EXPERT_FIELDS = frozenset(("experts", "experts_per_token", *_OF_EXPERTS))
-_OF_TRAINING = ("dropout", "context", "balance_loss", "router_z_loss")
+_OF_TRAINING = ("dropout", "context", "balance_loss", "router_z_loss", "expert_capacity")
 _LLAMA = {"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "biases": False, "tied": False}
 
 _QWEN3_MOE = {

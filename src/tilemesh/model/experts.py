@@ -1,8 +1,8 @@
 """A mixture of experts: MLPs beside each other, of which a router picks some for each token (Shazeer et al. 2017).
 
 The one idea: experts are MLPs as any layer has one, each with parameters of its own names. So whatever is laid over an
-MLP from outside (ranks, adapters, recipes, optimizers) is laid over each of them. No token is dropped: an expert takes
-as many as picked it, or none, and then has a gradient of zeros.
+MLP from outside (ranks, adapters, recipes, optimizers) is laid over each of them. An expert takes as many tokens as
+picked it, or none, and then has a gradient of zeros; with `expert_capacity` training drops what is beyond (`take`).
 
 A token's experts are chosen once. Where a layer is computed again in the backward pass, the choice of the first time is
 kept in the pass's `Choices` and taken from there; scores and weights, which have gradients, are computed again.
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tilemesh.kernels.routing.reference import permute_rows, route_tokens, unpermute_rows
+from tilemesh.model.capacity import OrderedCounts, rows_within
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.row_blocks import in_row_blocks
 
@@ -39,6 +40,8 @@ class ExpertChoice:
     """How many rows each expert takes."""
     arriving: Any = None
     """Where others have some of the experts: what the exchange knows of the rows that come."""
+    slots_NC: Tensor | None = None
+    """Where some were dropped: as `Routing` has it, those behind all that experts take."""
     sums: Tensor | None = None
     """Where ranks share sequences: by sequence, how often each expert was picked, and the tokens that count."""
 
@@ -62,24 +65,26 @@ class Routing(NamedTuple):
     slots_NC: Tensor
     """Where each token's rows lie among those of all experts, which are ordered by expert; of one expert by token."""
     counts_X: Tensor
-    """How many rows each expert takes."""
+    """How often each expert was picked."""
 
 
 class RouterLoad:
     """What a router's choices came to since somebody took it; on the device, so that nobody waits."""
 
     def __init__(self, experts: int, device: torch.device) -> None:
-        self.sums = torch.zeros(experts + 2, dtype=torch.float64, device=device)
+        self.sums = torch.zeros(experts + 3, dtype=torch.float64, device=device)
 
     @torch.no_grad()
-    def add(self, routing: Routing, counts_X: Tensor) -> None:
+    def add(self, routing: Routing, taken_X: Tensor) -> None:
         likely_NX = routing.scores_NX.log_softmax(-1)
-        self.sums[:-2] += counts_X
+        self.sums[:-3] += routing.counts_X
+        self.sums[-3] += (routing.counts_X - taken_X).sum()
         self.sums[-2] -= (likely_NX.exp() * likely_NX).sum()
         self.sums[-1] += len(likely_NX)
 
     def take(self) -> Tensor:
-        """By expert, how often it was picked; the entropy of routers' probabilities, summed over tokens; the tokens."""
+        """By expert, how often it was picked; the picks that were dropped; the entropy of routers' probabilities,
+        summed over tokens; the tokens."""
         sums = self.sums.clone()
         self.sums.zero_()  # in place: a captured step goes on adding to it
         return sums
@@ -253,6 +258,8 @@ class Experts(nn.Module):
         self.load: RouterLoad | None = None
         """Where somebody wants to know which experts training picks."""
         self.computation: Computation | None = None
+        self.ordered_counts: OrderedCounts | None = None
+        """Where ranks share sequences: what their earlier tokens have picked."""
         self.exchange: Exchange | None = None
         """Where others have some of the experts, and these alone are in `experts`: what makes rows reach theirs."""
 
@@ -264,22 +271,34 @@ class Experts(nn.Module):
         choice = None if choices is None else choices.get(self)
         routing: Routing = self.router(x_ND, None if choice is None else choice.experts_NC, choices is not None)
         if choice is None:
-            choice = ExpertChoice(routing.experts_NC, routing.counts_X)
+            choice = self.take(routing, len(x_BTD))
             if choices is not None:
                 choices[self] = choice
             if self.load is not None and self.training:
                 self.load.add(routing, choice.counts_X)
-        rows_ND = permute_rows(x_ND, routing.slots_NC)
+        slots_NC = routing.slots_NC if choice.slots_NC is None else choice.slots_NC
+        rows_ND = permute_rows(x_ND, slots_NC)
+        dropped = 0 if choice.slots_NC is None else len(rows_ND) - int(choice.counts_X.sum())
+        rows_ND = rows_ND[: len(rows_ND) - dropped] if dropped else rows_ND
         results_of = None if self.exchange is None else self.exchange(rows_ND, choice)
         # What does not wait for rows of other ranks is computed while they travel.
         loss = None if counted_BT is None else self.router.loss(routing, counted_BT, choice)
         shared_BTD = None if self.shared is None else self._shared(x_BTD)
         results = self.compute(rows_ND, choice.counts_X) if results_of is None else results_of(self.compute)
+        results = functional.pad(results, (0, 0, 0, dropped)) if dropped else results
         # Back in the order of tokens, where each one's results are added in the order of its experts' weights.
-        y_BTD: Tensor = unpermute_rows(results, routing.weights_NC, routing.slots_NC).view(x_BTD.shape)
+        y_BTD: Tensor = unpermute_rows(results, routing.weights_NC, slots_NC).view(x_BTD.shape)
         if shared_BTD is not None:
             y_BTD = y_BTD + shared_BTD
         return y_BTD if loss is None else RoutedOutput(y_BTD, loss)
+
+    def take(self, routing: Routing, rows: int) -> ExpertChoice:
+        """What experts take of what was picked for so many sequences: all, but in training with `expert_capacity`."""
+        if not (self.training and self.config.expert_capacity):
+            return ExpertChoice(routing.experts_NC, routing.counts_X)
+        experts_BTC = routing.experts_NC.view(rows, -1, self.config.experts_per_token)
+        slots_NC, taken_X = rows_within(self.config, experts_BTC, self.ordered_counts)
+        return ExpertChoice(routing.experts_NC, taken_X, slots_NC=slots_NC.view_as(routing.slots_NC))
 
     def stay_out_of_graphs(self) -> None:
         """Under torch.compile: how many rows each expert takes differs by step, and is asked for or exchanged."""
@@ -295,7 +314,7 @@ class Experts(nn.Module):
     @property
     def waits_for_loads(self) -> bool:
         """Whether the host asks the device how many rows each expert takes: such a pass cannot be captured."""
-        return self.computation is None or self.exchange is not None
+        return self.computation is None or self.exchange is not None or self.config.expert_capacity > 0
 
     def compute(self, rows_ND: Tensor, counts: Tensor) -> Tensor:
         """What the experts here make of rows that are ordered by expert, so many for each."""

@@ -23,7 +23,7 @@ from tilemesh.core.sequence import ranks_sharing_heads
 from tilemesh.core.shard import Shard, share
 from tilemesh.core.step.program import step_program
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.experts import Router
+from tilemesh.model.experts import Experts, Router
 from tilemesh.model.kernels import TORCH
 from tilemesh.model.kinds import kinds_of, open_codes, put_kinds
 from tilemesh.model.linear import DENSE, Linear, as_kind
@@ -35,7 +35,7 @@ from tilemesh.model.work.weights import SLICED, Weight, why_not
 from tilemesh.parallel.agree import agree
 from tilemesh.parallel.buckets import BUCKET_BYTES, Bucketed
 from tilemesh.parallel.context import ContextAxis, SequenceCounts
-from tilemesh.parallel.experts import EXPERT, ExpertElsewhere, share_experts
+from tilemesh.parallel.experts import EXPERT, ExpertElsewhere, RunCounts, share_experts
 from tilemesh.parallel.gradients import Gradients, LocalGradients, Naive, Parts, Way
 from tilemesh.parallel.laid import AUTOCAST, Laid
 from tilemesh.parallel.mesh import Mesh
@@ -152,7 +152,10 @@ def _cut(
         if isinstance(module, Router):
             module.copies = plan.tp
             if seams.context is not None:
-                module.over_sequences = SequenceCounts(seams.context)
+                module.over_sequences = SequenceCounts(mesh.cp.comm, seams.algorithm)
+        elif isinstance(module, Experts) and seams.context is not None:
+            counts = SequenceCounts(mesh.cp.comm, seams.algorithm)
+            module.ordered_counts = RunCounts(counts, seams, plan.cp, 1)
     return shards
 
 
@@ -290,8 +293,9 @@ def _require_fit(model: nn.Module, mesh: Mesh, plan: ParallelPlan) -> None:
         raise UsageError(f"the plan is {shown} and the mesh {mesh}: make the mesh by Mesh(comm, **plan.axes)")
     refuse(PLAN_CONFLICTS, plan)
     if isinstance(model, Transformer):
-        if plan.slices > 1 and model.config.balance_loss:
-            raise UsageError(f"slices is {plan.slices} and balance_loss {model.config.balance_loss}: {SLICED}; set one")
+        for name, why in SLICED.items() if plan.slices > 1 else ():
+            if value := getattr(model.config, name):
+                raise UsageError(f"slices is {plan.slices} and {name} {value}: {why}; set one")
         reason = why_not(model.config, plan)
         if reason:
             raise UsageError(reason)

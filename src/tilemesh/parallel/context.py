@@ -70,11 +70,6 @@ class ContextAxis:
         positions_1T = torch.arange(place.token, place.token + tokens, dtype=torch.int32, device=device)[None]
         return dataclasses.replace(place, token=self.own(positions_1T)[0])
 
-    def add(self, counts: Tensor) -> Tensor:
-        """What each rank has counted of its tokens, of all tokens; without a gradient."""
-        total: Tensor = self.comm.all_reduce(counts.detach(), algorithm=self.algorithm)
-        return total
-
     def stay_out_of_graphs(self) -> None:
         """Under torch.compile: what lies before and behind attention is compiled, the exchange is called as it is."""
         apart: Any = torch.compiler.disable
@@ -165,11 +160,15 @@ COUNTED = Crossing("cp", (P, R), (R, R), has_gradient=False)
 class SequenceCounts:
     """What a router calls to count the tokens of whole sequences."""
 
-    axis: ContextAxis
+    comm: Communicator
+    """Of the ranks that share them."""
+    algorithm: str = "auto"
     crossing: Crossing = COUNTED
 
     def __call__(self, counts: Tensor) -> Tensor:
-        return self.axis.add(counts)
+        """What each rank has counted of its tokens, of all tokens; without a gradient."""
+        total: Tensor = self.comm.all_reduce(counts.detach(), algorithm=self.algorithm)
+        return total
 
 
 class _Swap(torch.autograd.Function):

@@ -27,12 +27,17 @@ from torch import Tensor, nn
 
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.sequence import stretch_of_runs, tokens_of, zigzag
+from tilemesh.core.shard import share
 from tilemesh.core.step.action import Kind, Payload
 from tilemesh.core.tensor_placement import Crossing, S
 from tilemesh.kernels.routing.reference import inverse
+from tilemesh.model.capacity import PicksBefore
 from tilemesh.model.deferral import product_dtype
 from tilemesh.model.experts import Computation, ExpertChoice, Experts, Results
+from tilemesh.parallel.context import SequenceCounts
 from tilemesh.parallel.mesh import Mesh
+from tilemesh.parallel.tensor import Seams
 
 EXPERT = re.compile(r"(.*\.mlp\.experts\.)(\d+)(\..*)")
 """The name of an expert's parameter: before its number, the number, after it."""
@@ -190,6 +195,33 @@ class ExpertExchange:
         counts = counts_X.view(self.comm.size, -1).contiguous()
         arriving: Tensor = self.comm.all_to_all(counts, algorithm=self.algorithm)
         return ArrivingRows(counts.sum(1).tolist(), arriving.sum(1).tolist(), arriving)
+
+
+@dataclass(frozen=True)
+class RunCounts:
+    """What experts that take so many of a sequence call where ranks share it: what its earlier tokens picked."""
+
+    counts: SequenceCounts
+    seams: Seams
+    cp: int
+    tp: int
+    """Ranks of each that the tokens are cut over, where rows are routed."""
+
+    def __call__(self, picks_BTX: Tensor) -> PicksBefore:
+        tokens = self.seams.sequence_tokens
+        shares = []
+        for rank in range(self.cp):
+            runs = zigzag(tokens, self.cp, rank)
+            shares += [stretch_of_runs(runs, *share(tokens_of(runs), self.tp, place)) for place in range(self.tp)]
+        every, own = sorted(run for runs in shares for run in runs), shares[self.counts.comm.rank]
+        parts = torch.split(picks_BTX, [run.length for run in own], dim=1)
+        own_BRX = picks_BTX.new_zeros(len(picks_BTX), len(every), picks_BTX.shape[-1], dtype=torch.int64)
+        for run, part_BTX in zip(own, parts, strict=True):
+            own_BRX[:, every.index(run)] = part_BTX.sum(1)
+        others_BRX = self.counts(own_BRX) - own_BRX
+        before_BRX = others_BRX.cumsum(1) - others_BRX
+        places = [every.index(run) for run in own for _ in range(run.length)]
+        return PicksBefore(before_BRX[:, places], tokens)
 
 
 def share_experts(model: nn.Module, mesh: Mesh, plan: ParallelPlan, algorithm: str) -> dict[str, ExpertElsewhere]:

@@ -279,6 +279,7 @@ class Laid:
         """
         with self.autocast():
             context, marked, config = self.seams.context, self.use.marked, self.model.config
+            self.seams.sequence_tokens = tokens_BT.shape[1]
             if context is not None:
                 if cache is None:  # else it is of a slice, and knows
                     cache = ContextCache(context, tokens_BT, marked, self.model.kernels.attention)

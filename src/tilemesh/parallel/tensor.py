@@ -85,6 +85,8 @@ class Seams:
     """Whether activations outside the regions are cut along the tokens (dim 1)."""
     tokens: int = 0
     """Tokens of this pass, over all ranks: what a cut sequence adds up to. Set by whoever starts the pass."""
+    sequence_tokens: int = 0
+    """The same before ranks of `context` share them."""
     algorithm: str = "auto"
     context: ContextAxis | None = None
     """The ranks that share each sequence before those of tp share its tokens once more."""

@@ -25,12 +25,14 @@ BUSIEST = StepFigure(
 
 
 class LayerLoad(NamedTuple):
-    """Of one layer with experts: picks of each, over the mean; the entropy of its router, over the highest."""
+    """Of one layer with experts: picks of each, over the mean; the entropy of its router, over the highest; the part of
+    its picks that was dropped."""
 
     number: int
     """Of the layer in the model, where it says which of its layers are dense."""
     load: Sequence[float]
     entropy: float
+    dropped: float = 0.0
 
     @property
     def idle(self) -> int:
@@ -44,19 +46,30 @@ def routing(run: Run) -> Child:
     if not layers:
         return None
     step, forced = int(routed_steps[-1]["step"]), run.summary.get("force_balance") is True
+    drops = any(layer.dropped for layer in layers)
     words = (
         f"Picks of each expert in training up to step {step:,}, since routers were last looked at, by layer; dashed: "
-        "an even load. No token is dropped."
+        f"an even load. {'Picks beyond model.expert_capacity were dropped.' if drops else 'No token was dropped.'}"
     )
     if len(layers) > MOST_LAYERS:
         words += f" {MOST_LAYERS} of {len(layers)} layers are drawn."
     if forced:
         words += " Tokens went to experts in turn (train.force_balance): this is not what routers would choose."
     rows: list[list[Child]] = [
-        [str(layer.number), f"{max(layer.load):.3g}", f"{min(layer.load):.3g}", str(layer.idle), f"{layer.entropy:.3g}"]
+        [
+            str(layer.number), f"{max(layer.load):.3g}", f"{min(layer.load):.3g}", str(layer.idle),
+            f"{100 * layer.dropped:.3g} %", f"{layer.entropy:.3g}",
+        ]
         for layer in layers
+    ]  # fmt: skip
+    head = [
+        "layer with experts",
+        "busiest, times the mean",
+        "least",
+        "idle experts",
+        "dropped",
+        "entropy, of the highest",
     ]
-    head = ["layer with experts", "busiest, times the mean", "least", "idle experts", "entropy, of the highest"]
     source = base64.b64encode(drawing(layers).encode()).decode()
     shown = el("img", src=f"data:image/svg+xml;base64,{source}", alt=f"Load of experts by layer at step {step}")
     return join(
@@ -66,7 +79,7 @@ def routing(run: Run) -> Child:
 
 def loads_of(step: Mapping[str, Any], model: Any = None) -> list[LayerLoad]:
     """What a step's line says; nothing where it cannot be meant. `model`: its configuration, of a run's summary."""
-    entropies, layers = numbers(step, "router_entropy"), []
+    entropies, drops, layers = numbers(step, "router_entropy"), numbers(step, "dropped_picks"), []
     dense = model.get("dense_layers", ()) if isinstance(model, dict) else ()
     places = [place for place in range(len(step["expert_load"]) + len(dense)) if place not in dense]
     for place, values in enumerate(step["expert_load"]):
@@ -74,7 +87,8 @@ def loads_of(step: Mapping[str, Any], model: Any = None) -> list[LayerLoad]:
         if not load or len(load) > MOST_EXPERTS or not all(0 <= value < math.inf for value in load):
             return []
         entropy = entropies[place] if place < len(entropies) else math.nan
-        layers.append(LayerLoad(places[place], load, entropy))
+        dropped = drops[place] if place < len(drops) and 0 <= drops[place] <= 1 else 0.0
+        layers.append(LayerLoad(places[place], load, entropy, dropped))
     return layers
 
 
@@ -94,6 +108,7 @@ def drawing(layers: Sequence[LayerLoad]) -> str:
         even = floor - _BAR / top
         scene.line(_LEFT, even, _LEFT + _WIDE, even, dashed=True)
         idle = f", {layer.idle} idle" if layer.idle else ""
-        words = f"{max(layer.load):.2f} × the mean{idle}, entropy {layer.entropy:.2f}"
+        dropped = f", {100 * layer.dropped:.2g} % dropped" if layer.dropped else ""
+        words = f"{max(layer.load):.2f} × the mean{idle}{dropped}, entropy {layer.entropy:.2f}"
         scene.text(_LEFT + _WIDE + 8, floor - 8, words, size=11, quiet=True)
     return scene.svg()

@@ -70,6 +70,7 @@ FEATURES = (
     Feature("experts", "model.experts=4"),
     Feature("expert parallelism", "model.experts=4,plan.dp=2,plan.ep=2"),
     Feature("balanced experts", "model.experts=4,model.balance_loss=0.01"),
+    Feature("experts with capacity", "model.experts=4,model.expert_capacity=1.25"),
     Feature("LoRA", "lora.rank=4,lora.base=FOLDER"),
     Feature("rounding while training", "compress.recipe=int8"),
     Feature("pruning while training", "compress.recipe=2:4"),

@@ -196,11 +196,14 @@ OF_CONFIG: tuple[Row, ...] = (
         for waits in (_PATIENCE, _KEEP_BEST)
         for missing in (_NEVER_EVALUATED, _NO_SEQUENCES, _NONE_HELD_OUT)
     ),
-    row(
-        "model.balance_loss plan.slices",
-        lambda config: config.model.balance_loss > 0 and config.plan.slices > 1,
-        SLICED,
-        "model.balance_loss=0 or plan.slices=1",
+    *(
+        row(
+            f"model.{name} plan.slices",
+            lambda config, name=name: getattr(config.model, name) > 0 and config.plan.slices > 1,  # type: ignore[misc]
+            why,
+            f"model.{name}=0 or plan.slices=1",
+        )
+        for name, why in SLICED.items()
     ),
     # Compiled code.
     *(

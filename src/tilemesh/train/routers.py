@@ -2,7 +2,7 @@
 
 The one idea: layers add up what they choose where they choose it, in training and the first time alone (neither
 held-out text nor a layer that is computed again counts), and all ranks put it together when the held-out text is looked
-at. No token is dropped, so that picks are all there is to know of the load.
+at. What experts with a capacity drop (`model/capacity.py`) counts among their picks.
 """
 
 from __future__ import annotations
@@ -34,19 +34,22 @@ class RouterWatch:
 
     def figures(self, layers: tuple[int, ...], experts: int) -> dict[str, Any]:
         """Of these layers since the last call, over all ranks (a collective call): the load of each expert over the
-        mean, and the entropy of routers' probabilities over that of all being alike."""
+        mean, the part of all picks that was dropped, and the entropy of routers' probabilities over that of all being
+        alike."""
         if not layers:
             return {}
-        sums = torch.zeros(len(layers), experts + 2, dtype=torch.float64)
+        sums = torch.zeros(len(layers), experts + 3, dtype=torch.float64)
         for layer, module in self.layers.items():
             assert module.load is not None
             sums[layers.index(layer)] = module.load.take().cpu()
         total = torch.from_numpy(self.comm.all_reduce(sums.numpy()))  # ranks of tp count the same tokens, all alike
         tokens = total[:, -1:].clamp(min=1)
-        load = total[:, :-2] / total[:, :-2].mean(1, keepdim=True).clamp(min=1)
+        picks = total[:, :-3]
+        load, dropped = picks / picks.mean(1, keepdim=True).clamp(min=1), total[:, -3] / picks.sum(1).clamp(min=1)
         entropy = total[:, -2] / tokens[:, 0] / math.log(max(2, experts))
         return {
             "expert_load": [[round(value, DIGITS) for value in row] for row in load.tolist()],
+            "dropped_picks": [round(value, DIGITS) for value in dropped.tolist()],
             "router_entropy": [round(value, DIGITS) for value in entropy.tolist()],
             "busiest_expert": round(float(load.max()), DIGITS),
         }

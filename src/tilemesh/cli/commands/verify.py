@@ -36,7 +36,9 @@ class VerifyOptions:
     ranks: int = option(8, "1, 2, 4 or 8: all layouts of up to so many ranks.")
     transport: Literal["auto", "mpi", "torch", "threads"] = option("auto", "One of: auto, mpi, torch, threads.")
     precision: str = option("fp64", "fp64 (bound 1e-10), fp32 or bf16 (bound: another order).")
-    models: Words = option((), "Of gpt, llama, post, query, gemma, neox, experts, spread; default: all.", "A,B,...")
+    models: Words = option(
+        (), "Of gpt, llama, post, query, gemma, neox, experts, spread, dropped; default: all.", "A,B,..."
+    )
     device: Literal["cpu", "cuda"] = option("cpu", "cpu, or cuda, which ranks share where they outnumber the GPUs.")
     plant: Annotated[str, Known("bug", "tilemesh.parallel.gate.plant:PLANTS")] | None = option(
         None, "Plant this bug, until a case shows it.", "BUG"

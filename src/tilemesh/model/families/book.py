@@ -92,8 +92,8 @@ _UNSERVED: Mapping[str, tuple[str, str]] = {
 _EXPECTS: dict[str, Any] = {"is_causal": True}
 """As `Family.expects`, of every family."""
 
-_COMMON = ("dropout", "norm_epsilon", "tied", "family", "balance_loss", "router_z_loss")
-"""Our fields that every family expresses; losses of training are not written."""
+_COMMON = ("dropout", "norm_epsilon", "tied", "family", "balance_loss", "router_z_loss", "expert_capacity")
+"""Our fields that every family expresses; what is of training alone is not written."""
 
 
 def read_config(folder: str | Path) -> ModelConfig:

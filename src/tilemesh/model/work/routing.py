@@ -3,7 +3,8 @@
 The one idea: a rank sends as many rows as its tokens have picks, whatever the router says, but the busiest rank gets
 more than the mean, and all others wait for it. Equal tokens pick alike, at least until a router has learnt otherwise:
 so the excess is that of as many random picks as there are different tokens, each weighing as often as it comes. Where a
-loss evens routers out, every token is one of its own. What was observed goes before either (`Task.imbalance`).
+loss evens routers out, every token is one of its own. What was observed goes before either (`Task.imbalance`), and
+experts that drop what is beyond a capacity take no more than that, however much picks them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,12 @@ def equal_tokens(vocabulary: int) -> float:
 
 def imbalance(model: ModelConfig, task: Task, equal: float | None = None) -> float:
     """Rows of the busiest of the ranks that share out experts, over the mean: as told, or the expected maximum of as
-    many random loads, each the sum of what tokens pick among this rank's experts. `equal`: as `equal_tokens`."""
+    many random loads, each the sum of what tokens pick among this rank's experts. `equal`: as `equal_tokens`. At most
+    the capacity."""
+    return min(_picked_imbalance(model, task, equal), model.expert_capacity or math.inf)
+
+
+def _picked_imbalance(model: ModelConfig, task: Task, equal: float | None) -> float:
     if task.ep == 1 or not model.experts:
         return 1.0
     if task.imbalance:

@@ -344,8 +344,13 @@ def shard_parameters(model: ModelConfig, tp: int, ep: int = 1, expert_tp: int = 
 
 # ---- what cannot be --------------------------------------------------------------------------------------------
 
-SLICED = "how even a sequence is, is a product of two means over all its tokens, and slices of it pass one by one"
-"""Why `balance_loss` does not go with slices of sequences."""
+SLICED = {
+    "balance_loss": "how even a sequence is, is a product of two means over all its tokens, and slices of it pass one "
+    "by one",
+    "expert_capacity": "what an expert has taken of a sequence is counted in one pass, and slices of it pass one by "
+    "one",
+}
+"""Settings of a model that do not go with slices of sequences, and why."""
 
 
 def why_not_ep(model: ModelConfig, ep: int) -> str | None:

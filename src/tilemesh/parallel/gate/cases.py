@@ -67,7 +67,13 @@ MODELS: Mapping[str, ModelConfig] = {
         experts_per_token=2, balance_loss=0.2, router_renormalized=False, qk_norm="full", router_scores="sigmoid",
         router_bias=True, router_groups=4, router_groups_per_token=2, router_scale=1.5,
     ),
+    "dropped": ModelConfig(
+        **_SMALL, **_ROTARY, vocabulary=64, activation="swiglu", biases=False, experts=8, experts_per_token=2,
+        shared_width=24, balance_loss=0.2, expert_capacity=1.1,
+    ),
 }  # fmt: skip
+OF_EXPERTS = ("spread", "dropped")
+"""Models for layouts that share out experts; the second for those alone."""
 
 
 _PLAIN: dict[str, Any] = {"layers": 2, "width": 16, "heads": 4, "mlp_width": 24, "context": 12, "vocabulary": 31}
@@ -117,6 +123,7 @@ PAPERS: Mapping[str, ModelConfig] = {
         value_width=3, experts=6, shared_width=24, router_scores="sigmoid", router_bias=True, router_groups=3,
         router_groups_per_token=2, router_scale=1.5, balance_loss=0.4, family="deepseek_v3",
     ),
+    "dropped": ModelConfig(**_LLAMA, experts=4, shared_width=12, expert_capacity=0.9),
     "olmoe": ModelConfig(**_LLAMA, experts=3, experts_per_token=1, qk_norm="full", family="olmoe"),
     "neox": ModelConfig(**_PLAIN, positions="rotary", biases="mlp", activation="relu", family="gpt_neox"),
     "post": ModelConfig(**{**_PLAIN, "kv_heads": 1}, norm_place="post", scaled_embedding=True, qk_norm="full"),
@@ -363,19 +370,21 @@ def cases(ranks: int, models: Sequence[str] = (), precision: str = "fp64") -> li
     if ranks < 1 or ranks & (ranks - 1) or ranks > 8:
         raise UsageError(f"{ranks} ranks: the gate's models have 8 heads; give 1, 2, 4 or 8")
     counts = [n for n in (8, 4, 2, 1) if n <= ranks]
-    names = list(models or MODELS)
+    chosen = list(models or MODELS)
+    names = [name for name in chosen if name != OF_EXPERTS[1]]
     every = [Case(name, layout) for n in counts for layout in layouts(n) for name in names]
     # A pipeline has the same parts in it whatever the model: each schedule meets them all as ranks and models go round.
     piped = [layout for n in counts for layout in pipelines(n)]
-    if "spread" in names:
-        every += [Case("spread", *pair) for n in counts for pair in spread_experts(n)]
-    every += [Case(names[place % len(names)], layout) for place, layout in enumerate(piped)]
+    for name in OF_EXPERTS:
+        if name in chosen:
+            every += [Case(name, *pair) for n in counts for pair in spread_experts(n)[:: 1 + (name != "spread")]]
+    every += [Case(names[place % len(names)], layout) for place, layout in enumerate(piped if names else ())]
     every += [case for n in counts for case in shared_sequences(n) if case.model in names]
     if precision != "fp64":
         return in_precision(every, precision)
     # Not in others: a sum's rounding now and then makes a weight another code.
     small = [pair for n in counts for pair in compressed(n)]
-    return every + [Case(names[place % len(names)], *pair) for place, pair in enumerate(small)]
+    return every + [Case(names[place % len(names)], *pair) for place, pair in enumerate(small if names else ())]
 
 
 def in_precision(cases: Sequence[Case], precision: str) -> list[Case]:

@@ -17,7 +17,7 @@ from tilemesh.core.conflicts import is_runnable
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step.book import find, synchronous
 from tilemesh.model.work.weights import cp_exchanges
-from tilemesh.parallel.gate.cases import MODELS, ROWS, Case, cases, gate_plan, in_precision, numerics
+from tilemesh.parallel.gate.cases import MODELS, OF_EXPERTS, ROWS, Case, cases, gate_plan, in_precision, numerics
 
 RECOMPUTED: tuple[tuple[str, int | str], ...] = (
     ("none", 1),
@@ -107,7 +107,7 @@ def _possible(ranks: int) -> Iterator[_Combination]:
                     shared = f"{cp} by {exchange}"
                     values = (dp, tp, pp, sequence, schedule, zero, group, ahead, again, moved, count, shared)
                     for model, config in MODELS.items():
-                        if exchange in cp_exchanges(config, tp, cp):
+                        if model != OF_EXPERTS[1] and exchange in cp_exchanges(config, tp, cp):
                             yield _Combination(model, layout, values)
 
 

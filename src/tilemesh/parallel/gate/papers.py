@@ -13,6 +13,8 @@ as complex numbers, frequencies one by one. Slow, plain, and float64. Weights co
     blocks added at once                Black et al. 2022 (2204.06745)
     experts                             Shazeer et al. 2017 (1701.06538), Jiang et al. 2024 (2401.04088)
     sigmoid, groups, bias of experts    DeepSeek-V3 (2412.19437), 12 to 16 and its published code
+    experts that take so many           Fedus et al. 2021 (2101.03961), equation 3, sequence by sequence, no one's pick
+                                        before an earlier token's
     losses of routers                   Zoph et al. 2022 (2202.08906), equation 5; DeepSeek-V3 (2412.19437), 17 to 20
     norms of q and k, after blocks      OLMo 2 (2501.00656), Qwen 3 (2505.09388), Gemma 3 (2503.19786)
 """
@@ -246,9 +248,12 @@ def _experts(config: ModelConfig, weights: Weights, prefix: str, x: Tensor) -> T
     the sigmoid, and a bias has a say in which are largest."""
     powers = _affinity(config, torch.einsum("ei,bti->bte", weights[f"{prefix}router.weight"], x))
     p = powers if config.router_scores == "sigmoid" else powers / powers.sum(-1, keepdim=True)
-    p = torch.where(_picked(config, powers, weights.get(f"{prefix}router.bias")), p, torch.zeros_like(p))
+    picked = _picked(config, powers, weights.get(f"{prefix}router.bias"))
+    p = torch.where(picked, p, torch.zeros_like(p))
     if config.router_renormalized:
         p = p / p.sum(-1, keepdim=True)
+    if config.expert_capacity:
+        p = torch.where(_taken(config, picked), p, torch.zeros_like(p))
     p = config.router_scale * p
     each = [_mlp(config, weights, f"{prefix}experts.{e}.", x) for e in range(config.experts)]
     y = torch.stack([p[..., e : e + 1] * each[e] for e in range(config.experts)]).sum(0)
@@ -256,6 +261,20 @@ def _experts(config: ModelConfig, weights: Weights, prefix: str, x: Tensor) -> T
         return y
     opened = 1 / (1 + torch.exp(-_project(weights, prefix + "shared_gate", x))) if config.shared_gate else 1
     return y + opened * _mlp(config, weights, prefix + "shared.", x)
+
+
+def _taken(config: ModelConfig, picked: Tensor) -> Tensor:
+    """Of the picks of each sequence those that its experts have room for, token after token."""
+    room = math.ceil(config.expert_capacity * picked.shape[1] * config.experts_per_token / config.experts - 1e-9)
+    taken = torch.zeros_like(picked)
+    for row in range(len(picked)):
+        left = [room] * config.experts
+        for token in range(picked.shape[1]):
+            for e in range(config.experts):
+                if picked[row, token, e] and left[e] > 0:
+                    left[e] -= 1
+                    taken[row, token, e] = True
+    return taken
 
 
 def _mlp(config: ModelConfig, weights: Weights, prefix: str, x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.tensor_placement import Crossing, R
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.dropout import ORIGIN
-from tilemesh.model.experts import Router
+from tilemesh.model.experts import Experts, Router
 from tilemesh.parallel.buckets import Bucketed
 from tilemesh.parallel.context import ContextCache
 from tilemesh.parallel.gate.cases import Case
@@ -415,3 +415,16 @@ def _balanced_by_rank(laid: Laid) -> None:
     """Each rank balances its own tokens: the loss of a sequence changes with cp."""
     for router in _routers(laid):
         router.over_sequences = None
+
+
+@planted(
+    "context-capacity-per-rank",
+    "context",
+    "forward differs first at layer",
+    lambda plan, config: config.expert_capacity > 0,
+)
+def _taken_by_rank(laid: Laid) -> None:
+    """Experts count each rank's own tokens: what they take of a sequence changes with cp."""
+    for module in laid.module.modules():
+        if isinstance(module, Experts):
+            module.ordered_counts = None

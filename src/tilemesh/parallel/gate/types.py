@@ -118,13 +118,23 @@ def _experts(laid: Laid) -> Iterator[str]:
                 yield f"{name}.experts.{first} and {router}: where rows go between tokens and experts over ep, {words}"
         if module.config.balance_loss or module.config.router_z_loss:
             yield from _router_loss(laid, name, router)
-        if module.config.balance_loss and laid.mesh.cp.size > 1:
-            counts = getattr(module.router.over_sequences, "crossing", None)
-            if counts is None or counts.why_not(Crossing("cp", (P, R), (R, R), has_gradient=False)):
-                yield (
-                    f"{router}: its loss multiplies counts of a sequence's tokens, which are P over cp, with sums that "
-                    "are P over cp too: the product of two sums; counts must be R over cp"
-                )
+        sums = getattr(module.ordered_counts, "counts", None)
+        if module.config.expert_capacity and laid.mesh.cp.size > 1 and _is_lost(sums):
+            yield (
+                f"{router}: its experts take so many of a sequence, and how often each was picked is P over cp; "
+                "it must be R over cp"
+            )
+        if module.config.balance_loss and laid.mesh.cp.size > 1 and _is_lost(module.router.over_sequences):
+            yield (
+                f"{router}: its loss multiplies counts of a sequence's tokens, which are P over cp, with sums that "
+                "are P over cp too: the product of two sums; counts must be R over cp"
+            )
+
+
+def _is_lost(counts: Any) -> bool:
+    """Whether what counts the tokens of whole sequences does not."""
+    crossing = getattr(counts, "crossing", None)
+    return crossing is None or bool(crossing.why_not(Crossing("cp", (P, R), (R, R), has_gradient=False)))
 
 
 def _router_loss(laid: Laid, name: str, router: str) -> Iterator[str]:
