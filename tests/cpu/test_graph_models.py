@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
-import re
 import sys
 from collections.abc import Iterator
-from types import ModuleType
 
 import pytest
 import torch
+from float64_source import read_as_float64
 
 from tilemesh.bench.graph.models import MODELS, OF_TORCH, SIZES, Trained, make_trained
 from tilemesh.graph.backend import Backend
@@ -45,26 +43,13 @@ def _step(trained: Trained, call: object) -> tuple[float, list[torch.Tensor]]:
     return loss.item(), slopes
 
 
-def _read_as_float64(module: ModuleType) -> ModuleType:
-    """A module made from the same source, in which float32 is float64."""
-    name = f"{module.__name__}_in_float64"
-    if name in sys.modules:
-        return sys.modules[name]
-    source = re.sub(r"torch\.float(32)?\b", "torch.float64", inspect.getsource(module)).replace(".float()", ".double()")
-    made = ModuleType(name)
-    made.__package__, made.__file__ = module.__package__, module.__file__
-    sys.modules[name] = made
-    exec(compile(source, str(module.__file__), "exec"), made.__dict__)
-    return made
-
-
 def _in_float64(trained: Trained) -> Trained:
     """The same model with the same weights, all of it in float64."""
     kind = type(trained.module)
-    model = getattr(_read_as_float64(sys.modules[kind.__module__]), kind.__name__)(trained.module.config)
+    model = getattr(read_as_float64(sys.modules[kind.__module__]), kind.__name__)(trained.module.config)
     model = model.to(torch.float64).train()
     model.load_state_dict(trained.module.state_dict())
-    losses = _read_as_float64(importlib.import_module("transformers.loss.loss_utils"))
+    losses = read_as_float64(importlib.import_module("transformers.loss.loss_utils"))
     usual = getattr(trained.module, "loss_function", None)
     if usual is not None:
         model.loss_function = getattr(losses, usual.__name__)

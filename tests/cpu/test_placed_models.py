@@ -1,4 +1,4 @@
-"""Eight modules that are no Transformers of ours, placed on meshes: each trains as one process does."""
+"""Eleven modules that are no Transformers of ours, placed on meshes: each trains as one process does."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).parent))
+from float64_source import read_as_float64
 from test_placed_module import D, Loss, itself, require_equal
 
 Case = tuple[nn.Module, Any, Loss]
@@ -150,6 +151,63 @@ def recommender() -> Case:
     return Recommender().to(D), [torch.randn(8, 4, dtype=D), ids, several, y], itself
 
 
+class Diffusion(nn.Module):
+    """Predicts the noise in a picture, told how much of it there is; what is coarse attends to all of the picture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.middle, self.last = block(3, 8), block(8, 8), block(16, 8)
+        self.time, self.head = nn.Sequential(nn.Linear(6, 16), nn.SiLU(), nn.Linear(16, 8)), nn.Conv2d(8, 3, 1)
+        self.norm, self.qkv, self.out = nn.GroupNorm(4, 8), nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        angles = t[:, None] * torch.exp(-torch.arange(3, dtype=D))
+        amount = self.time(torch.cat([angles.sin(), angles.cos()], 1))
+        fine = self.down(t.cos()[:, None, None, None] * x + t.sin()[:, None, None, None] * noise)
+        coarse = self.middle(functional.avg_pool2d(fine, 2) + amount[:, :, None, None])
+        rows = self.norm(coarse).flatten(2).transpose(1, 2)
+        q, k, v = (each.unflatten(2, (2, 4)).transpose(1, 2) for each in self.qkv(rows).chunk(3, 2))
+        attended = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        coarse = coarse + self.out(attended).transpose(1, 2).unflatten(2, coarse.shape[2:])
+        up = functional.interpolate(coarse, scale_factor=2, mode="nearest")
+        return functional.mse_loss(self.head(self.last(torch.cat([up, fine], 1))), noise)
+
+
+def diffusion() -> Case:
+    return Diffusion().to(D), [*(torch.randn(8, 3, 8, 8, dtype=D) for _ in range(2)), torch.rand(8, dtype=D)], itself
+
+
+def of_tokens(kind: str, config: Any, *names: str) -> Case:
+    """A model of transformers whose norms are in float64 too, called with tokens by these names."""
+    transformers = pytest.importorskip("transformers")
+    source = read_as_float64(sys.modules[getattr(transformers, kind).__module__])
+    tokens = torch.randint(0, 40, (4, 6))
+
+    def loss(result: Any) -> Tensor:
+        return functional.cross_entropy(result.logits.flatten(0, 1), tokens.flatten())
+
+    return getattr(source, kind)(config).to(D), dict.fromkeys(names, tokens), loss
+
+
+def t5() -> Case:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(
+        vocab_size=40, d_model=16, d_kv=4, d_ff=32, num_layers=1, num_heads=4, dropout_rate=0.0,
+        relative_attention_num_buckets=8, decoder_start_token_id=0, use_cache=False,
+    )  # fmt: skip
+    return of_tokens("T5ForConditionalGeneration", config, "input_ids", "decoder_input_ids")
+
+
+def mixtral() -> Case:
+    """A loop over experts asks for tensors' values, and torch's grouped product takes no float64: by batched ones."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        vocab_size=40, num_key_value_heads=2, num_local_experts=4, max_position_embeddings=16, use_cache=False,
+        experts_implementation="batched_mm", **SIZES,
+    )  # fmt: skip
+    return of_tokens("MixtralForCausalLM", config, "input_ids")
+
+
 Q_K_V = r"(query|key|value|[qkv]_proj|intermediate\.dense|fc1)\.weight$"
 MODULES: dict[str, tuple[Callable[[], Case], dict[str, str]]] = {
     "bert": (bert, {Q_K_V: "tp:S0"}),
@@ -160,12 +218,16 @@ MODULES: dict[str, tuple[Callable[[], Case], dict[str, str]]] = {
     "experts": (experts, {r"^(up|down)$": "tp:S0"}),
     "unet": (unet, {r"down\.0\.weight$": "tp:S0"}),
     "recommender": (recommender, {r"tables.*weight$": "tp:S0", r"bag\.weight$": "tp:S1"}),
+    "t5": (t5, {r"\.(q|k|v|wi)\.weight$": "tp:S0"}),
+    "mixtral": (mixtral, {r"[qkv]_proj\.weight$": "tp:S0", r"experts\.gate_up_proj$": "tp:S0"}),
+    "diffusion": (diffusion, {r"down\.0\.weight$": "tp:S0", r"time\.0\.weight$": "cp:S0"}),
 }
 MESHES = ({"dp": 2, "tp": 2}, {"tp": 2}, {"dp": 2}, {"dp": 4}, {"tp": 4})
+SLOW = ("vit", "t5")
 CASES = [
-    pytest.param(name, axes, id=f"{name}-{axes}", marks=[pytest.mark.slow] if turn or name == "vit" else [])
+    pytest.param(name, axes, id=f"{name}-{axes}", marks=[pytest.mark.slow] if turn or name in SLOW else [])
     for name in MODULES
-    for turn, axes in enumerate(MESHES)
+    for turn, axes in enumerate(({"dp": 2, "cp": 2, "tp": 2},) if name == "diffusion" else MESHES)
 ]
 
 
@@ -175,8 +237,8 @@ def test_a_module_trains_on_ranks_as_one_process_does(name: str, axes: dict[str,
     make, cuts = MODULES[name]
     module, example, loss = make()
     pins: dict[str, str] = {}
-    if "tp" in axes:
-        for words, placement in cuts.items():
+    for words, placement in cuts.items():
+        if placement[:2] in axes:
             fitting = [name for name, _ in module.named_parameters() if re.search(words, name)]
             assert fitting, words
             pins |= dict.fromkeys(fitting, placement)
