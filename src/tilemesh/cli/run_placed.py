@@ -78,20 +78,20 @@ def run_chosen(program: str, words: PlacingWords, answers: Sequence[Chosen]) -> 
 def on_a_rank(program: str, words: Mapping[str, Any], choices: Sequence[Sequence[int]]) -> dict[str, Any]:
     """For each placement seconds, the slowest rank's, and the bytes that this rank sends."""
     from tilemesh.comm.connection import connect
+    from tilemesh.core.heap import keep_freed_memory
     from tilemesh.graph.emit import program as emitted
     from tilemesh.measure.ranks import rank_timer
     from tilemesh.measure.timing import compare
 
     comm = connect()
-    space, values = traced_space(program, PlacingWords(**words))
-    values = [comm.broadcast(value.contiguous()) for value in values]
-    wholes = emitted(space.graph)(*values)
+    keep_freed_memory()  # as ranks that train do, and as this machine was measured
+    space, own = traced_space(program, PlacingWords(**words))
+    wholes = emitted(space.graph)(*(values := [comm.broadcast(value.contiguous()) for value in own]))
     placements = {str(at): PlacementProgram(space, choice, comm, values) for at, choice in enumerate(choices)}
     for each in placements.values():
         each.require_equal(wholes)
+    samples = compare(placements, timer=rank_timer(comm), repeats=15, seconds=TIMING_S, on_error="raise")
     sent = [each.sent_bytes() for each in placements.values()]
-    timer = rank_timer(comm)
-    samples = compare(placements, timer=timer, repeats=15, seconds=TIMING_S, on_error="raise")
     return {"samples": [asdict(samples[name]) for name in placements], "sent": sent}
 
 
