@@ -137,5 +137,6 @@ def test_capacity_is_of_training_alone(tmp_path: Path) -> None:
 def test_the_page_says_what_was_dropped() -> None:
     step = {"step": 2, "expert_load": [[1.5, 0.5]], "router_entropy": [0.5], "dropped_picks": [0.125]}
     page = str(routing(Run("r", "/r", "done", steps=[step])))
-    assert "12.5 %" in page and "Picks beyond model.expert_capacity were dropped." in page
+    assert "12.5 %" in page
+    assert "Picks beyond model.expert_capacity were dropped." in page
     assert "No token was dropped." in str(routing(Run("r", "/r", "done", steps=[{**step, "dropped_picks": [0.0]}])))
