@@ -76,7 +76,7 @@ STRICTER = {
 }
 # The most lines that a room may have: raised only in the commit that adds a named capability. `make size` prints them.
 MOST_LINES = {
-    "core": 8_706,
+    "core": 8_766,
     "measure": 3_052,
     "launch": 2_140,
     "runs": 2_173,
@@ -84,17 +84,17 @@ MOST_LINES = {
     "kernels": 20_380,
     "comm": 11_343,
     "graph": 9_541,
-    "model": 10_643,
+    "model": 10_659,
     "plan": 8_579,
     "parallel": 10_098,
     "methods": 1_978,
     "compress": 1_820,
     "train": 8_902,
     "serve": 9_831,
-    "align": 3_634,
+    "align": 3_662,
     "report": 6_317,
     "bench": 9_244,
-    "cli": 6_396,
+    "cli": 6_522,
     "guide": 17_297,
 }
 SOURCE_SUFFIXES = (".py", ".c", ".h", ".cu", ".cuh", ".js", ".css")

@@ -155,7 +155,7 @@ _DRAWING = ["bench", "collective", "all_reduce", "--draw", "ring", "--ranks", "4
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 @pytest.mark.parametrize(
     "words",
-    [[*_PLAN, "--save"], [*_PLAN, "--json"], [*_PLAN, "--html"], [*_DRAWING, "--svg"], [*_DRAWING, "--html"]],
+    [[*_PLAN, "--out"], [*_PLAN, "--json"], [*_PLAN, "--html"], [*_DRAWING, "--svg"], [*_DRAWING, "--html"]],
     ids=lambda words: f"{words[0]} {words[-1]}",
 )
 def test_a_full_disk_is_reported_with_its_file(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -281,8 +281,8 @@ def test_a_runs_configuration_that_is_no_text_is_one_line(tmp_path: Path, capsys
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["plan", "m.toml", "--cluster", "2xh100", "--save", "m.toml"], "--save 'm.toml' would write over what MODEL"),
-        (["plan", "m.toml", "--cluster", "2xh100", "--save", "link"], "--save 'link' would write over what MODEL"),
+        (["plan", "m.toml", "--cluster", "2xh100", "--out", "m.toml"], "--out 'm.toml' would write over what MODEL"),
+        (["plan", "m.toml", "--cluster", "2xh100", "--out", "link"], "--out 'link' would write over what MODEL"),
         (["train", "tiny", "--set", "data.source=m.toml,train.steps=1", "--json", "m.toml"], "--json 'm.toml' would"),
         (["graph", "explain", "m.toml:make", "--html", "./m.toml"], "--html './m.toml' would write over what FILE.py"),
         (

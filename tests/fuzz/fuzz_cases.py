@@ -342,6 +342,7 @@ READERS = {
         ("generate", "exported", "--prompt", "a", "--tokens", "2"),
     ),
     "plan.toml": (("train", "tiny.toml", "--plan", "plan.toml", "--set", _STEP, "--out", "new"),),
+    "align.toml": (("align", "run", "--task", "bandit", "--plan", "align.toml", "--dry-run"),),
     "rows.jsonl": (("report", "rows.jsonl", "--html", "page.html"),),
     "tiny.toml": (("train", "tiny.toml", "--mesh", "dp=1", "--set", _STEP, "--out", "new"),),
 }

@@ -80,7 +80,7 @@ def is_written(called: str) -> bool:
 
 
 # Options that name what is written at the end, and paths at which nothing can be: refused before the work begins.
-WRITTEN = ("--json", "--html", "--chart", "--svg", "--save")
+WRITTEN = ("--json", "--html", "--chart", "--svg")
 NOTHING = "nothing"
 MAY_BE_EMPTY = ("--prompt", "COMMAND")
 """Text, and the words of a user's own script; every other value that is empty is refused."""

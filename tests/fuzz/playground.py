@@ -46,6 +46,7 @@ tokens = 2
 )
 
 
+WORK = "prompts=2,answers=2,prompt=8,tokens=8"
 RUNS = """
 name = "mine"
 source = "nobody"
@@ -92,7 +93,8 @@ def make(folder: Path) -> None:
         ["train", "tiny.toml", "--mesh", "dp=1", "--out", "run"],
         ["data", "prepare", "text.txt", "shards"],
         ["export", "run", "exported"],
-        ["plan", "model.toml", "--cluster", "2xh100", "--batch", "4", "--save", "plan.toml"],
+        ["plan", "model.toml", "--cluster", "2xh100", "--batch", "4", "--out", "plan.toml"],
+        ["plan", "align", "model.toml", "--align", WORK, "--cluster", "1xcpu", "--runnable", "--out", "align.toml"],
     ):
         if (code := main(words)) != 0:
             raise RuntimeError(f"the playground could not be made: tilemesh {' '.join(words)} ended with {code}")

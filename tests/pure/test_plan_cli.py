@@ -141,11 +141,12 @@ def test_explain_with_a_cluster_shows_formulas_and_numbers() -> None:
 
 def test_save_is_what_a_plan_file_is(tmp_path: Path) -> None:
     path = tmp_path / "new" / "PLAN.toml"
-    out = run(*MEGATRON_530B, "--save", str(path)).stdout
+    out = run(*MEGATRON_530B, "--out", str(path)).stdout
     assert "cannot run it: attention is materialized" in out
     assert "for one it can: --fix attention=fused" in out
     data = config.read_toml(path)
     model, context = data.pop("model"), data.pop("train")["context"]
+    assert data.pop("kind") == "train"
     found = config.from_dict(ParallelPlan, data)
     assert (found.tp, found.pp, found.interleave, found.accumulation) == (8, 35, 3, 280)
     assert (model["layers"], model["width"], context) == (105, 20480, 2048)
@@ -173,7 +174,7 @@ def test_a_model_is_read_from_whatever_holds_one(tmp_path: Path) -> None:
     run_folder = tmp_path / "run"
     run_folder.mkdir()
     (run_folder / "config.toml").write_text(config.dump_toml(TrainConfig(model)))
-    run("llama-3-8b", "--cluster", "8xh100", "--batch", "8", "--save", str(tmp_path / "plan.toml"))
+    run("llama-3-8b", "--cluster", "8xh100", "--batch", "8", "--out", str(tmp_path / "plan.toml"))
     for name in ("hf", "hf/config.json", "run", "run/config.toml", "plan.toml"):
         assert load_model(str(tmp_path / name), []) == model
     assert load_model(str(tmp_path / "hf"), ["model.width=2048"]).head_width == 64
@@ -271,7 +272,7 @@ def test_a_model_that_fits_nowhere_fails_and_still_gives_figures(tmp_path: Path)
 @pytest.mark.parametrize(
     ("words", "option"),
     [
-        ("plan gpt2-124m --cluster 2xh100", "--save"),
+        ("plan gpt2-124m --cluster 2xh100", "--out"),
         ("plan gpt2-124m --cluster 2xh100", "--json"),
         ("plan --draw zb-v", "--csv"),
         ("plan --draw zb-v", "--svg"),

@@ -43,7 +43,7 @@ def measured(number: int, software: Software) -> MeasuredRun:
 @pytest.mark.parametrize("name", ["llm_foundry_2023", "torchtitan_2025", "megatron_2025"])
 def test_a_stored_profile_is_what_its_runs_say_and_predicts_the_others(name: str, tmp_path: Path) -> None:
     saved = tmp_path / "profile.toml"
-    text = run("--fit", str(FILES / f"{name}.toml"), "--save", str(saved), "--json", "-").output
+    text = run("--fit", str(FILES / f"{name}.toml"), "--out", str(saved), "--json", "-").output
     (found,) = (json.loads(line) for line in text.splitlines() if line.startswith("{"))
     assert found["median_error"] <= 0.10
     known = SOFTWARE[name.replace("_", "-")]
@@ -123,7 +123,7 @@ def test_a_log_is_a_run(tmp_path: Path) -> None:
     )
     plan = tmp_path / "plan.toml"
     settings = "--fix", "dp=8,zero=3,precision=bf16,recompute=operators,microbatch=1", "--batch", "8"
-    run("llama-3-8b", "--cluster", "8xh100", *settings, "--save", str(plan))
+    run("llama-3-8b", "--cluster", "8xh100", *settings, "--out", str(plan))
     words = ("grade", str(tmp_path / "run.log"), "--of", "torchtitan", "--plan", str(plan), "--cluster", "8xh100")
     grades = [json.loads(run(*words, *code, "--json", "-").output.splitlines()[0])
               for code in ((), ("--code", "llm-foundry-2023"))]  # fmt: skip

@@ -19,10 +19,13 @@ from tilemesh.core import config as core_config
 from tilemesh.core.conflicts import Conflict, refuse, row
 from tilemesh.core.errors import Argument, UsageError, unknown
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.plan_file import ALIGN as ALIGN_PLAN
+from tilemesh.core.plan_file import read_plan
 from tilemesh.core.ranges import TEMPERATURE, Range
 from tilemesh.data.cases import read_cases
 from tilemesh.data.config import DataConfig
 from tilemesh.launch.function import split_name
+from tilemesh.model.config import check_planned
 from tilemesh.model.families.book import CONFIG as MODEL_FILE
 from tilemesh.model.families.book import read_config
 from tilemesh.runs import folder as folders
@@ -248,14 +251,25 @@ class AlignConfig:
         return core_config.dump_toml(FeedbackFile(self.align))
 
 
-def load(start: str | Path, *, sets: Sequence[str] = (), mesh: str | None = None) -> AlignConfig:
+def load(
+    start: str | Path, *, sets: Sequence[str] = (), mesh: str | None = None, plan: str | Path | None = None
+) -> AlignConfig:
     """The run that begins with the model of a run's or a Hugging Face folder, with settings over the defaults. `sets`:
-    `align.` ones and those of training; `mesh`: "dp=2,tp=2"."""
-    feedback = _feedback(FeedbackConfig(), sets)
+    `align.` ones and those of training; `mesh`: "dp=2,tp=2"; `plan`: a file of `tilemesh plan align --out`, which also
+    says what a step does."""
+    if mesh is not None and plan is not None:
+        raise UsageError(Argument("mesh"), " and ", Argument("plan"), " both say how ranks are laid out: give one")
+    planned = None if plan is None else read_plan(plan, ALIGN_PLAN)
+    base = {} if planned is None else planned.sections[ALIGN_PLAN]
+    feedback = _feedback(core_config.from_dict(FeedbackFile, {"align": base}, str(plan)).align, sets)
     layout = [] if mesh is None else [f"plan.{key}={text}" for key, text in core_config.split_sets([mesh])]
+    begin = _begin(Path(start), feedback)
+    if planned is not None:
+        check_planned(planned, begin.model)
+        begin = dataclasses.replace(begin, plan=planned.layout)
+        layout = [f"lora.{key}={value}" for key, value in planned.sections["lora"].items()]
     over = [*layout, *_of_training(sets)]
-    begin = {"run": _begin(Path(start), feedback)}
-    training = core_config.load(TrainConfig, preset="run", presets=begin, sets=over)
+    training = core_config.load(TrainConfig, preset="run", presets={"run": begin}, sets=over)
     if (Path(start) / MODEL_FILE).is_file():
         training = training.with_base(start)
     return checked(AlignConfig(training, feedback))

@@ -10,13 +10,16 @@ from typing import Any, Literal
 from tilemesh.align.config import AlignConfig
 from tilemesh.align.formulas.algorithms import ALGORITHMS
 from tilemesh.align.tasks import TASKS
+from tilemesh.core.config import to_dict
 from tilemesh.core.conflicts import PLAN_CONFLICTS, refusals
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.hardware import device_for, parse_cluster
 from tilemesh.core.placement import ACTOR, CRITIC, ENGINE, REFERENCE, REWARD, AlignWork, Placement, Pool
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.plan_file import ALIGN, plan_text
 from tilemesh.data.cases import read_cases
 from tilemesh.measure.machine import stamp, this_machine
+from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.task import Code
 from tilemesh.plan.align import AlignEstimator, PlacementPrediction, placement_figures
 from tilemesh.plan.local import local_machine
@@ -159,6 +162,18 @@ def settings_of(placement: Placement) -> list[str]:
     assert plan is not None
     drawing = [f"align.rollout_ranks={engine.ranks}"] if len(placement.pools) > 1 else []
     return [f"align.placement={placement.kind}", f"plan.dp={plan.dp}", *drawing]
+
+
+def placement_text(placement: Placement, work: AlignWork, model: ModelConfig, note: str) -> str:
+    """A placement that `why_not_run` allows, and the work it is for, as the file that `load` takes as a plan."""
+    actor, engine = placement.pool(ACTOR).plan, placement.pool(ENGINE)
+    assert actor is not None
+    align = {name: getattr(work, name) for name in ("algorithm", "prompts", "answers", "minibatches", "running")}
+    align |= {"max_tokens": work.tokens, "epochs": work.epochs or 0, "placement": placement.kind}
+    align |= {"rollout_ranks": engine.ranks} if len(placement.pools) > 1 else {}
+    align |= {"critic": "own"} if work.critic == "own" else {}
+    sections = {ALIGN: align, "lora": {"rank": work.lora}, "model": to_dict(model)}
+    return plan_text(ALIGN, note, actor.to_dict(), **sections)
 
 
 def placement_words(config: AlignConfig) -> str:

@@ -32,6 +32,7 @@ def _read(name: str) -> dict[str, Any]:
     from tilemesh.core.config import read_toml, settable_fields, to_dict
     from tilemesh.core.files import check_finished, read_json_object
     from tilemesh.core.plan import ParallelPlan
+    from tilemesh.core.plan_file import KIND, MODEL, SECTIONS
     from tilemesh.model.config import PRESETS
     from tilemesh.model.families.book import CONFIG, from_json
     from tilemesh.runs.names import CONFIG as RUN_CONFIG
@@ -45,7 +46,8 @@ def _read(name: str) -> dict[str, Any]:
         raise UsageError(f"{name} has neither {CONFIG} nor {RUN_CONFIG}: expected a Hugging Face folder or a run's")
     file = files[0]
     if file.suffix == ".toml":
-        others = {field.name for part in (TrainConfig, ParallelPlan) for field in settable_fields(part)} - {"model"}
+        others = {field.name for part in (TrainConfig, ParallelPlan) for field in settable_fields(part)}
+        others = {*others, KIND, *(name for names in SECTIONS.values() for name in names)} - {MODEL}
         data = {key: value for key, value in read_toml(file).items() if key not in others}
         if not data:
             raise UsageError(f"{file} has no [model] section: expected one with layers, width, heads, ...")

@@ -25,7 +25,7 @@ Block: TypeAlias = "str | Sequence[str | Row] | Table"
 """A sentence, broken between words; lines, as they are; rows, as their table; or another table."""
 TABLE_WIDTH = 100
 """Columns that a table takes at most, where its figures allow that."""
-_LABELS = {"html": "page", "json": "rows", "save": "plan"}
+_LABELS = {"html": "page", "json": "rows", "out": "written"}
 
 
 class ProgressListener(Protocol):

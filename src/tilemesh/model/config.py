@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from tilemesh.core.config import check_fields, to_dict
-from tilemesh.core.errors import UsageError, unknown
+from tilemesh.core.config import check_fields, from_dict, to_dict
+from tilemesh.core.errors import Argument, UsageError, unknown
+from tilemesh.core.plan_file import MODEL, PlanFile
 from tilemesh.core.ranges import Range
 
 Norm = Literal["layernorm", "rmsnorm"]
@@ -426,6 +427,21 @@ def unlike(there: Mapping[str, Any], here: ModelConfig) -> list[str]:
         for name, value in there.items()
         if value != ours.get(name) and name not in _OF_TRAINING
     ]
+
+
+def planned_model(plan: PlanFile) -> ModelConfig | None:
+    """The model that a plan was made for; None where its file, written by hand, names none."""
+    shape = plan.sections[MODEL]
+    return from_dict(ModelConfig, shape, f"{plan.source}: model") if shape else None
+
+
+def check_planned(plan: PlanFile, model: ModelConfig, *instead: str | Argument) -> None:
+    """Refuse a plan that was made for another model; `instead`: what else to do about it."""
+    planned = planned_model(plan)
+    if planned is not None and (different := unlike(to_dict(planned), model)):
+        more = f" ({len(different) - 1} more)" if len(different) > 1 else ""
+        words = f" '{plan.source}' was made for another model: {different[0]}{more}; "
+        raise UsageError(Argument("plan"), words, *instead, "make a plan for this one")
 
 
 def before_experts(model: ModelConfig) -> ModelConfig:

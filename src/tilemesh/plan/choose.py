@@ -21,6 +21,7 @@ from tilemesh.core.conflicts import is_runnable
 from tilemesh.core.errors import Argument, RunError, UsageError
 from tilemesh.core.hardware import GPUS_PER_NODE, LOCAL, Cluster, grown, parse_cluster
 from tilemesh.core.plan import OFFLOADS, ParallelPlan
+from tilemesh.core.plan_file import TRAIN, plan_text
 from tilemesh.core.ranges import LARGEST_WHOLE, Range
 from tilemesh.core.units import format_bytes
 from tilemesh.model.config import ModelConfig, preset
@@ -93,13 +94,11 @@ class SearchResult:
         """The plan at that place, 0 being the best, with what was asked."""
         return plan_figures(self.model, self.cluster.name, self.pins, place, self.predictions[place], self.refused)
 
-    def to_toml(self) -> str:
+    def to_toml(self, note: str = "") -> str:
         """The best plan as a file's text: the layout, and the model and the context that it was made for."""
         model = replace(self.model, context=max(self.model.context, self.context))
-        return (
-            f"{self.best.settled_plan.to_toml()}\n[train]\ncontext = {self.context}\n\n"
-            f"[model]\n{config.dump_toml(model)}"
-        )
+        layout = self.best.settled_plan.to_dict()
+        return plan_text(TRAIN, note, layout, train={"context": self.context}, model=config.to_dict(model))
 
     def estimator(self) -> Estimator:
         """The cost model that these figures come from."""

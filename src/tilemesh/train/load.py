@@ -19,9 +19,10 @@ from tilemesh.core import config as core_config
 from tilemesh.core.conflicts import refuse
 from tilemesh.core.errors import Argument, UsageError
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.plan_file import TRAIN, PlanFile, read_plan
 from tilemesh.core.ranges import shown
 from tilemesh.core.step.book import is_listed, listed
-from tilemesh.model.config import EXPERT_FIELDS, ModelConfig, unlike
+from tilemesh.model.config import EXPERT_FIELDS, check_planned, planned_model, unlike
 from tilemesh.model.families.book import read_config
 from tilemesh.plan.nearest import advice
 from tilemesh.train.check import LayoutError, check_init, check_resumed, check_types, check_values
@@ -92,7 +93,7 @@ def load(
 ) -> TrainConfig:
     """The run that a preset's name or a TOML file describes, with settings over it and its batch cut for the mesh.
 
-    `mesh`: "dp=2,tp=2". `plan`: a file of `tilemesh plan --save`; it also says the batch, the context and, where
+    `mesh`: "dp=2,tp=2". `plan`: a file of `tilemesh plan --out`; it also says the batch, the context and, where
     nothing else does, the model, which a configuration that is named must agree with; `sets` go over it.
     `ranks`: how many there are, where neither says so. `gpus`: how many this machine has; without a word on the mesh
     there is one rank per GPU, unless train.device is cpu.
@@ -137,7 +138,7 @@ def _load(
     _refuse_empty(name=name, mesh=mesh, plan=plan, init=init, resume=resume)
     sets = _with_listed(sets)
     set_keys = _keys(sets)
-    saved = None if plan is None else _SavedPlan.read(plan)
+    saved = None if plan is None else read_plan(plan, TRAIN)
     if saved is not None and mesh is not None:
         raise UsageError(_MESH, " and ", Argument("plan"), " both say how ranks are laid out: give one of them")
     axes = None if mesh is None else _axes(mesh)
@@ -365,36 +366,20 @@ def _axes(mesh: str) -> dict[str, int]:
     return dict.fromkeys(_AXES, 1) | axes
 
 
-@dataclasses.dataclass(frozen=True)
-class _SavedPlan:
-    """A file of `tilemesh plan --save`. One that somebody wrote by hand may leave the model and the context out."""
-
-    file: str
-    plan: ParallelPlan
-    model: ModelConfig | None
-    context: int | None
-
-    @classmethod
-    def read(cls, file: str | Path) -> _SavedPlan:
-        keys = core_config.read_toml(file, "plan")
-        if not keys:
-            raise UsageError(Argument("plan"), f" '{file}' is empty: expected a file of `tilemesh plan … --save`")
-        shape, train = keys.pop("model", None), keys.pop("train", {})
-        if shape is not None and not isinstance(shape, dict):
-            raise UsageError(f"{file}: model is {shown(shape)}: expected a section [model]")
-        model = None if shape is None else core_config.from_dict(ModelConfig, shape, f"{file}: model")
-        context = train.get("context") if isinstance(train, dict) else None
-        if train != {} and (not isinstance(context, int) or isinstance(context, bool) or len(train) > 1):
-            raise UsageError(f"{file}: the section train of a plan holds the context alone, as a whole number")
-        return cls(str(file), core_config.from_dict(ParallelPlan, keys, str(file)), model, context)
+def _planned_context(saved: PlanFile) -> int | None:
+    train = saved.sections[TRAIN]
+    context = train.get("context")
+    if train and (not isinstance(context, int) or isinstance(context, bool) or len(train) > 1):
+        raise UsageError(f"{saved.source}: the section train of a plan holds the context alone, as a whole number")
+    return context
 
 
-def _of_plan(saved: _SavedPlan, sets: Sequence[str]) -> _Start:
+def _of_plan(saved: PlanFile, sets: Sequence[str]) -> _Start:
     """The model that a plan was made for, with the rest of the preset that trains it, or of the usual one."""
-    start = _named(None, sets, None)
-    if saved.model is None:
+    start, model = _named(None, sets, None), planned_model(saved)
+    if model is None:
         return start
-    wanted, model = core_config.to_dict(saved.model), saved.model
+    wanted = core_config.to_dict(model)
     for name in PRESETS:
         preset = _named(name, sets, None)
         if not unlike(wanted, preset.config.model):
@@ -403,28 +388,21 @@ def _of_plan(saved: _SavedPlan, sets: Sequence[str]) -> _Start:
     return dataclasses.replace(start, config=dataclasses.replace(start.config, model=model))
 
 
-def _planned(start: _Start, saved: _SavedPlan, sets: Sequence[str], is_resumed: bool) -> _Start:
+def _planned(start: _Start, saved: PlanFile, sets: Sequence[str], is_resumed: bool) -> _Start:
     """The layout of a plan's file, with settings over it."""
     config = start.config
-    different = [] if saved.model is None else unlike(core_config.to_dict(saved.model), config.model)
-    if different:
-        raise UsageError(
-            Argument("plan"),
-            f" '{saved.file}' was made for another model: {different[0]}"
-            f"{f' ({len(different) - 1} more)' if len(different) > 1 else ''}; leave ",
-            Argument("name", "CONFIG"),
-            " and model settings out to train the plan's model, or make a plan for this one",
-        )
+    other = " and model settings out to train the plan's model, or "
+    check_planned(saved, config.model, "leave ", Argument("name", "CONFIG"), other)
     over = [f"{key}={text}" for key, text in core_config.split_sets(sets) if key.startswith("plan.")]
-    plan = _with_sets(dataclasses.replace(config, plan=saved.plan), over).plan
-    changes = {}
+    plan = _with_sets(dataclasses.replace(config, plan=saved.layout), over).plan
+    changes, context = {}, _planned_context(saved)
     if not is_resumed and "train.batch" not in start.set_keys:
         changes["batch"] = plan.batch
     is_open = not is_resumed and not start.says("train.context")
-    if saved.context is not None and is_open and saved.context <= config.model.context:
-        changes["context"] = saved.context
+    if context is not None and is_open and context <= config.model.context:
+        changes["context"] = context
     config = dataclasses.replace(config.changed(train=changes), plan=plan)
-    return dataclasses.replace(start, config=config, laid=saved.plan)
+    return dataclasses.replace(start, config=config, laid=saved.layout)
 
 
 def _spread(start: _Start, ranks: int, gpus: int) -> _Start:

@@ -29,6 +29,7 @@ class AlignOptions:
     prompts_file: str | None = option(None, "Prompts for a function of yours, one JSON object per line.", "FILE")
     preferences: str | None = option(None, "Pairs with prompt, chosen and rejected, one JSON object per line.", "FILE")
     mesh: str | None = option(None, "How the ranks are laid out.", "dp=2,tp=2")
+    plan: str | None = option(None, "Instead: a plan of `tilemesh plan align --out`.", "PLAN.toml")
     placement: Literal["auto", "colocated", "split", "one-step-off"] | None = option(
         None, "Which ranks draw answers; auto: the best for as many ranks as the mesh has."
     )
@@ -56,6 +57,7 @@ def align(options: AlignOptions) -> Output | int:
 
     if (options.start is None) == (options.resume is None):
         raise UsageError("name a run or a Hugging Face folder to begin with, or a run to go on with by --resume")
+    refuse_beside_plan(options)
     if options.resume is not None:
         if options.placement == "auto":
             raise UsageError("--placement auto and --resume: the run has a placement; leave it out, or name another")
@@ -64,7 +66,7 @@ def align(options: AlignOptions) -> Output | int:
         config = of_run(options.resume, options.settings)
     else:
         assert options.start is not None
-        config = load(options.start, sets=options.settings, mesh=options.mesh)
+        config = load(options.start, sets=options.settings, mesh=options.mesh, plan=options.plan)
         if options.placement == "auto":
             config = load(options.start, sets=[*options.settings, *_best_settings(config)], mesh=options.mesh)
     job: dict[str, Any] = {name: getattr(options, name) for name in ("transport", "restarts", "stop_after")}
@@ -74,6 +76,12 @@ def align(options: AlignOptions) -> Output | int:
     job |= {"run": options.run, "resume": options.resume, "in_process": False}
     ended = run_job(lambda shown: fit(config, options.start, on_event=shown, **job), "align", console)
     return ended if isinstance(ended, int) else show_job(options, console, _words(ended[0]), *ended)
+
+
+def refuse_beside_plan(options: AlignOptions) -> None:
+    for name in ("resume", "placement", "mesh"):
+        if options.plan is not None and getattr(options, name) is not None:
+            raise UsageError(f"--{name} and --plan both say which ranks hold which models: give one of them")
 
 
 def _best_settings(config: AlignConfig) -> list[str]:

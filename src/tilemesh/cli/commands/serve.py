@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from tilemesh.cli.output import tell
+from tilemesh.cli.planned import serve_planned
 from tilemesh.core.access import is_loopback, read_keys, server_access
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.options import argument, option
@@ -41,6 +42,7 @@ class ServeOptions(EngineConfig):
     tls_key: str | None = option(None, "The certificate's private key.", "FILE")
     name: str | None = option(None, "What the model is called; by default as its folder.")
     mesh: str | None = option(None, "Processes per matrix, replicas, and how many share experts.", "tp=2,dp=2,ep=2")
+    plan: str | None = option(None, "Instead: a plan of `tilemesh plan serve --out`.", "PLAN.toml")
     adapter: tuple[str, ...] = option((), "An adapter to begin with; --adapters says how many may come.", "NAME=FOLDER")
     draft: str | None = option(None, "A smaller model that guesses, up to --speculate tokens (4).", "RUN|FOLDER")
     explain: bool = option(False, "Say which programs compute the model, and why not others.")
@@ -49,6 +51,7 @@ class ServeOptions(EngineConfig):
 
 def serve(options: ServeOptions) -> None:
     """A server's life: the engine, a socket, requests until a signal comes, and those under way finished."""
+    options = serve_planned(options)
     keys, tls, sizes = read_keys(options.api_key), check_tls(options), read_mesh(options.mesh)
     try:
         import uvicorn

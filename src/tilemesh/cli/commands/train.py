@@ -39,7 +39,7 @@ class TrainOptions:
     config: str | None = argument(None, "What to train.", "[CONFIG.toml|PRESET|FILE.py:FUNCTION]")
     ranks: int | None = option(None, "How many; by default what the mesh needs.", "N")
     mesh: str | None = option(None, "How the ranks are laid out.", "dp=2,tp=2")
-    plan: str | None = option(None, "A plan of `tilemesh plan --save`.", "PLAN.toml")
+    plan: str | None = option(None, "A plan of `tilemesh plan --out`.", "PLAN.toml")
     sets: tuple[str, ...] = option((), "train.steps=200,...", "A=B,...", flag="--set")
     pin: tuple[str, ...] = option(
         (), "Of a module of yours: where a tensor lies, as x=dp:S0; again for more.", "NAME=PLACE"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from tilemesh.cli.output import Block, Output, console_beside
+from tilemesh.cli.planned import bench_planned, check_bench_planned
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.options import ROWS, Commas, Count, Known, OutFile, OutFolder, Seed, Words, argument, option
 from tilemesh.core.ranges import Range
@@ -33,6 +34,7 @@ _Tokens = Annotated[int, Range(1, _MOST_TOKENS)]
 @dataclass(frozen=True, kw_only=True)
 class ServeBenchOptions:
     model: str = argument("llama-27m", "A run, a Hugging Face folder, or a shape with random weights.", "MODEL")
+    plan: str | None = option(None, "What `plan serve --out` wrote: its load and engine.", "PLAN.toml")
     requests: Count = option(16, "How many, in each load.", "N")
     prompt: str = option("16-128", "Tokens of a prompt.", "N[-M]")
     output: str = option("32", "Tokens of an answer.", "N[-M]")
@@ -74,12 +76,14 @@ def serve(options: ServeBenchOptions) -> Output:
     from tilemesh.cli.pages import write_pages
     from tilemesh.serve.engine import Engine
 
+    options = bench_planned(options)
     goal, prompt, output = _promised(options)
     if options.url is not None:
         return _load_server(options, options.url)
     console = console_beside(options.json)
     served = _served(options)
     config = served.model.config
+    check_bench_planned(options, config)
     longest = max(prompt.most + output.most, options.step_length + 64 if options.steps else 0)
     if longest > config.context + 1:
         raise UsageError(

@@ -22,7 +22,7 @@ _PEERS = "Some of eager, compile, ddp, zero-optimizer, fsdp, deepspeed, pipeline
 class TrainBenchOptions:
     config: str | None = argument(None, "What to train.", "[CONFIG.toml|PRESET]")
     mesh: str | None = option(None, "Ours; peers on ranks get as many and the same layout.", "dp=2,tp=2")
-    plan: str | None = option(None, "Instead: a plan of `tilemesh plan --save`.", "PLAN.toml")
+    plan: str | None = option(None, "Instead: a plan of `tilemesh plan --out`.", "PLAN.toml")
     sets: tuple[str, ...] = option((), "train.batch=32,...", "A=B,...", flag="--set")
     peers: Annotated[Words, Known("peer", "tilemesh.bench.train.compare:PEERS")] = option(
         (), f"{_PEERS} (default: those that suit the plan).", "A,B"

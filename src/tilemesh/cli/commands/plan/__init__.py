@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tilemesh.core.errors import UsageError
+
 _OLD = {"--draw": "draw", "--serve": "serve", "--grade": "grade", "--fit": "fit"}
 """Options that once chose what `plan` does, and the commands that do it now."""
 
@@ -11,6 +13,8 @@ _OLD = {"--draw": "draw", "--serve": "serve", "--grade": "grade", "--fit": "fit"
 def redirect(words: Sequence[str]) -> list[str]:
     """The words after `plan` as its commands take them: `MODEL …` is `train MODEL …`, with `--align …` it is
     `align MODEL …`, and `--draw X …` is `draw X …`."""
+    if any(word.partition("=")[0] == "--save" for word in words):
+        raise UsageError("--save is called --out: tilemesh plan … --out plan.toml")
     if words[:1] in ([], ["--help"]) or words[0] in (*_OLD.values(), "train", "align"):
         return list(words) or ["train"]
     if any(word.partition("=")[0] == "--align" for word in words):

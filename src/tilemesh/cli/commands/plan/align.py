@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from tilemesh.cli.commands.plan.train import ModelOnCluster, named_cluster, origin
+from tilemesh.cli.commands.plan.train import ModelOnCluster, named_cluster, origin, plan_note
 from tilemesh.cli.models import load_model
 from tilemesh.cli.output import Block, Output, table_of
 from tilemesh.core.errors import UsageError
@@ -27,12 +27,13 @@ class AlignPlanOptions(ModelOnCluster):
     fix: tuple[str, ...] = option((), "Pin training layouts: tp=8,pp=1,zero=3,...", "A=B,...")
     code: str | None = option(None, "What trains, as for `plan train`.", "NAME")
     runnable: bool = option(False, "Only what `tilemesh align` runs.")
+    out: OutFile | None = option(None, "Write the best, for `tilemesh align --plan`.", "PLAN.toml")
     svg: OutFile | None = option(None, "Draw a step of the best.", "FILE")
     json: OutFile | None = option(None, "Every figure by name; - for stdout.", "FILE")
 
 
 def align(options: AlignPlanOptions) -> Output:
-    from tilemesh.align.placement import can_align, why_not_run
+    from tilemesh.align.placement import can_align, placement_text, why_not_run
     from tilemesh.core.placement import KINDS
     from tilemesh.plan.align import AlignEstimator
     from tilemesh.plan.placements import search_placements
@@ -69,7 +70,11 @@ def align(options: AlignPlanOptions) -> Output:
         *(f"  - {line}" for line in _why(ranked)),
     ]
     title = f"{best.placement.kind} on {cluster.name}: {best.step.seconds:.4g} s per step, {best.idle:.0%} idle"
-    files = {"svg": lambda: draw_step(best.placement, best.step, title)}
+    if options.out is not None and reasons[0]:
+        raise UsageError(f"--out: `tilemesh align` does not run {best.placement.kind}: {reasons[0]}; add --runnable")
+    note = plan_note(title)
+    files: dict[str, Any] = {"svg": lambda: draw_step(best.placement, best.step, title)}
+    files["out"] = lambda: placement_text(best.placement, work, model, note)
     objects = [_object(options, work, cluster.name, place, each) for place, each in enumerate(ranked)]
     return Output(text, [{**each, "runs": why or "yes"} for each, why in zip(objects, reasons, strict=True)], files)
 

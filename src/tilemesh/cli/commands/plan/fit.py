@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class FitOptions:
     runs: str = argument(..., "What ran, where, and how fast: see docs/how-to/other-engines.md.", "RUNS.toml")
-    save: OutFile | None = option(None, "Write the profile, for `plan --code`.", "PROFILE.toml")
+    out: OutFile | None = option(None, "Write the profile, for `plan --code`.", "PROFILE.toml")
     json: OutFile | None = option(None, "Every figure by name; - for stdout.", "FILE")
 
 
@@ -76,7 +76,7 @@ def fit(options: FitOptions) -> Output:
         figures |= {"median_error": after[0], "median_error_without": before[0]}
     else:
         text.append("no run was held out: nothing says how well the profile predicts another")
-    return Output(text, [figures | origin()], {"save": lambda: config.dump_toml(fitted)})
+    return Output(text, [figures | origin()], {"out": lambda: config.dump_toml(fitted)})
 
 
 def _line(run: MeasuredRun, plain: Software, fitted: Software) -> dict[str, str]:

@@ -13,7 +13,7 @@ from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.options import Known, OutFile, argument, option, refuse
 from tilemesh.core.units import format_bytes, format_count, format_seconds
 from tilemesh.runs.kind import ALIGN
-from tilemesh.runs.values import count, section
+from tilemesh.runs.values import count
 
 if TYPE_CHECKING:
     from tilemesh.plan.grade import Grade, Graded
@@ -25,7 +25,7 @@ class GradeOptions:
     of: Annotated[str, Known("engine", "tilemesh.plan.engines.logs:FORMATS")] | None = option(
         None, "What wrote it: torchtitan, megatron, deepspeed, hf-trainer, or kineto (torch.profiler).", "ENGINE"
     )
-    plan: str | None = option(None, "Of --of: the plan that it ran, as `plan --save` or --for wrote it.", "PLAN.toml")
+    plan: str | None = option(None, "Of --of: the plan that it ran, as `plan --out` wrote it.", "PLAN.toml")
     cluster: str | None = option(None, "Of --of: where it ran.", "NxGPU")
     code: str | None = option(None, "Of --of: what ran it, as `plan` takes it; by default the engine's usual.", "NAME")
     json: OutFile | None = option(None, "Every figure by name; - for stdout.", "FILE")
@@ -42,21 +42,17 @@ def _grade_log(options: GradeOptions, kind: str, path: str) -> Graded:
     """What another engine logged beside what this plan comes to where it ran."""
     from tilemesh.cli.commands.plan.train import named_cluster
     from tilemesh.cli.models import load_model
-    from tilemesh.core import config
-    from tilemesh.core.plan import ParallelPlan
+    from tilemesh.core.plan_file import TRAIN, read_plan
     from tilemesh.plan.engines.graded import grade_log
     from tilemesh.plan.software import read_software
 
     if options.plan is None or options.cluster is None:
         raise UsageError("a log does not say what ran where: give --plan PLAN.toml and --cluster, such as 64xh100")
-    data = config.read_toml(options.plan, "plan")
-    train, model = section(data, "train"), load_model(options.plan, ())
-    own = {name: value for name, value in data.items() if name not in ("model", "train")}
+    plan, model = read_plan(options.plan, TRAIN), load_model(options.plan, ())
     cluster, rates = named_cluster(options.cluster, None)
-    context = count(train.get("context"), model.context)
-    plan = config.from_dict(ParallelPlan, own, options.plan)
+    context = count(plan.sections[TRAIN].get("context"), model.context)
     software = None if options.code is None else read_software(options.code)
-    return grade_log(Path(path), kind, model, plan, context, cluster, rates, software)
+    return grade_log(Path(path), kind, model, plan.layout, context, cluster, rates, software)
 
 
 def grades(graded: Sequence[Graded]) -> Output:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import tilemesh
-from tilemesh.cli.commands.plan.train import FOR_FOLDER, ModelOnCluster, Money, named_cluster, origin
+from tilemesh.cli.commands.plan.train import OUT, ModelOnCluster, Money, named_cluster, origin, plan_note
 from tilemesh.cli.models import load_model
 from tilemesh.cli.output import Block, Output, table_of
+from tilemesh.cli.targets import check_targets
 from tilemesh.core.errors import UsageError
 from tilemesh.core.options import OutFile, OutFolder, option
 from tilemesh.core.units import format_bytes, format_seconds
@@ -33,7 +34,7 @@ class ServePlanOptions(ModelOnCluster):
     price: Money | None = option(None, "A device's price per hour.", "N")
     power: Money | None = option(None, "A device's power.", "W")
     engine: Literal["vllm"] | None = option(None, "The layout in another engine's terms.", "NAME", flag="--for")
-    out: OutFolder | None = option(None, FOR_FOLDER, "FOLDER")
+    out: OutFolder | None = option(None, OUT, "PLAN.toml|FOLDER")
     json: OutFile | None = option(None, "Every figure by name; - for stdout.", "FILE")
 
 
@@ -45,6 +46,8 @@ def serve(options: ServePlanOptions) -> Output:
 
     if options.model is None or options.cluster is None:
         raise UsageError("serving needs a model and a cluster: tilemesh plan serve llama-3-8b --cluster 1xh200")
+    if options.out is not None and options.engine is None:
+        check_targets([("--out", options.out)])
     goal = ServeGoal.parse(options.goal)
     model = load_model(options.model, options.sets)
     cluster, rates = named_cluster(options.cluster, options.gpu)
@@ -72,7 +75,25 @@ def serve(options: ServePlanOptions) -> Output:
         ),
     ]
     text += _for_vllm(options, model, cluster, dtype, best) if options.engine else []
-    return Output(text, [_object(options, dtype, cluster.name, layouts, loads)])
+    is_plan = options.out is not None and options.engine is None
+    files = {"out": lambda: _plan_file(options, model, cluster, dtype, best)} if is_plan else {}
+    return Output(text, [_object(options, dtype, cluster.name, layouts, loads)], files)
+
+
+def _plan_file(options: ServePlanOptions, model: ModelConfig, cluster: Cluster, dtype: str, best: ServeLayout) -> str:
+    """What `tilemesh serve --plan` reads."""
+    from tilemesh.core.config import to_dict
+    from tilemesh.core.plan_file import SERVE, plan_text
+
+    running = best.largest.batch
+    engine = {
+        "dtype": dtype, "device": "cuda" if cluster.device.kind == "gpu" else "cpu", "running": running,
+        "step_tokens": max(options.step_tokens, running),
+    }  # fmt: skip
+    demand = {"rate": options.rate, "prompt": options.prompt, "output": options.output}
+    note = plan_note(f"at most {best.most_requests_per_s:.4g} requests/s, {best.largest.step_s:.4g} s per token then")
+    layout = {"dp": best.replicas, "tp": best.tp}
+    return plan_text(SERVE, note, layout, serve=engine, demand=demand, model=to_dict(model))
 
 
 def _for_vllm(

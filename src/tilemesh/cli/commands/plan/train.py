@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tilemesh
 from tilemesh.cli.models import MODEL_WORDS, load_model
 from tilemesh.cli.output import Block, Output, show
+from tilemesh.cli.targets import check_targets
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.options import Known, OutFile, OutFolder, argument, option, refuse
 from tilemesh.core.ranges import Range
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from tilemesh.plan.prediction import Refused
     from tilemesh.plan.software import Software
 
-FOR_FOLDER = "Where --for writes its configuration and what starts it; if not given it prints them."
+OUT = "Write the best plan; of --for a folder of its files, which are printed without."
 REFERENCE_DEVICE = "h100"  # for the roofline when no cluster is named
 _CLUSTER = "64xh100; 4x8xa100: 4 nodes of 8; 32xh100+32xa100; local, 4xlocal: this machine, measured."
 CODE_WORDS = "What runs it: fused (Megatron's), compiled, eager (torch), a profile's name, or its file of `plan fit`."
@@ -69,8 +70,7 @@ class TrainPlanOptions(ModelOnCluster):
         "NAME",
         flag="--for",
     )
-    out: OutFolder | None = option(None, "Where --for writes; if not given it prints.", "FOLDER")
-    save: OutFile | None = option(None, "Write the best plan.", "PLAN.toml")
+    out: OutFolder | None = option(None, OUT, "PLAN.toml|FOLDER")
     explain: bool = option(False, "Show the arithmetic: formulas and numbers.")
     json: OutFile | None = option(None, "Every figure by name; - for stdout.", "FILE")
     html: OutFile | None = option(None, "Draw the trade-off and the pipeline.", "FILE")
@@ -93,13 +93,13 @@ def train(options: TrainPlanOptions) -> Output:
     name, model = options.model, load_model(options.model, options.sets)
     if options.cluster is None:
         why_not = "{} is about a plan, which needs --cluster, such as --cluster 64xh100"
-        about = ("gpu", "fix", "price", "budget", "save", "json", "html", "code", "headroom", "engine", "imbalance")
+        about = ("gpu", "fix", "price", "budget", "out", "json", "html", "code", "headroom", "engine", "imbalance")
         refuse(options, why_not, *about)
         return Output(_model_items(options, name, model))
     if options.budget is not None and options.price is None:
         raise UsageError("--budget says what may be spent: give what a GPU costs per hour too, such as --price 2.5")
     if options.out is not None and options.engine is None:
-        raise UsageError("--out is where --for writes: say for which engine, such as --for torchtitan")
+        check_targets([("--out", options.out)])
     result, software = _search(options, model, options.cluster)
     money = _money(options, result)
     best, reasons = (
@@ -114,9 +114,10 @@ def train(options: TrainPlanOptions) -> Output:
     if options.engine is not None:
         job, command = engine_job(options, result), origin()["command"]
         text += written_for(ENGINES[options.engine], job, options.out, command, _plan_file(result))
-    if options.save is not None:
+    files: dict[str, Callable[[], str]] = {"html": lambda: render(result, name, reasons)}
+    if options.out is not None and options.engine is None:
         text += _cannot_train(result)
-    files = {"save": lambda: _plan_file(result), "html": lambda: render(result, name, reasons)}
+        files["out"] = lambda: _plan_file(result)
     of_all = {"software": software.words, **origin()}
     objects = [result.figures(place) | of_all for place in range(len(result.predictions))]
     return Output(text, [objects[0] | ({"money": money} if money else {}), *objects[1:]], files)
@@ -276,6 +277,10 @@ def origin() -> dict[str, Any]:
 
 def _plan_file(result: SearchResult) -> str:
     best = result.best
-    note = f"# {origin()['command']}\n"
-    note += f"# predicted: {best.step_time_s:.4g} s per step, {best.memory.total_bytes} bytes per rank\n"
-    return note + result.to_toml()
+    predicted = f"{best.step_time_s:.4g} s per step, {best.memory.total_bytes} bytes per rank"
+    return result.to_toml(plan_note(predicted))
+
+
+def plan_note(predicted: str) -> str:
+    """Of a plan's file: what wrote it, and what it is predicted to come to."""
+    return f"{origin()['command']}\npredicted: {predicted}"
