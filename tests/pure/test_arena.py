@@ -213,7 +213,7 @@ def test_ranks_meet_when_all_have_come(three_flags: list[Flags]) -> None:
 def test_ranks_that_come_with_different_calls_all_know(three_flags: list[Flags]) -> None:
     first, second, third = three_flags
     for flags, words in zip(three_flags, ("all_reduce(4)", "all_reduce(5)", "all_reduce(4)"), strict=True):
-        flags.asked = CallDigest.of("all_reduce", 32, words)
+        flags.digest = CallDigest.of("all_reduce", 32, words)
     epoch = first.raise_()
     second.raise_()
     assert first.differs()
@@ -222,7 +222,7 @@ def test_ranks_that_come_with_different_calls_all_know(three_flags: list[Flags])
     assert third.differs()
     assert second.published() == DISAGREED
     for flags in three_flags:  # and the next meeting is a meeting like any other
-        flags.asked = CallDigest.of("all_reduce", 32, "all_reduce(4)")
+        flags.digest = CallDigest.of("all_reduce", 32, "all_reduce(4)")
         flags.raise_()
     assert not any(flags.differs() for flags in three_flags)
     assert second.published() == -1

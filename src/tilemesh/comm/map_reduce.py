@@ -40,8 +40,8 @@ def add(rows: Rows) -> Rows:
     """The usual combination. Whole numbers whose sum may need more than 64 bits are added as Python's."""
     if rows.dtype.kind in "iu" and np.abs(rows.astype(np.float64)).sum(axis=0).max(initial=0) >= _MAY_WRAP:
         rows = rows.astype(object)
-    made: Rows = rows.sum(axis=0)
-    return made
+    total: Rows = rows.sum(axis=0)
+    return total
 
 
 def mapreduce(
@@ -155,18 +155,18 @@ def _fitting(rows: Rows, dtype: np.dtype[Any]) -> Rows:
 
 def _combined(comm: Communicator, rows: Mapping[str, Rows], combine: Combine) -> dict[str, Rows]:
     """One row for each key, in the dtype of its rows (a collective call: what is wrong on one rank is said on all)."""
-    problem, made = "", dict[str, Rows]()
+    problem, results = "", dict[str, Rows]()
     for key, values in rows.items():
         try:
             row = values[0] if len(values) == 1 else np.asarray(combine(values)).reshape(-1)
-            made[key] = _fitting(row, values.dtype)
+            results[key] = _fitting(row, values.dtype)
         except UsageError as error:
             problem = f"key {key!r}: {error}"
             break
     (problems,) = comm.max_over_ranks([bool(problem)])
     if problems:
         _refuse_together(comm, problem)
-    return made
+    return results
 
 
 def _refuse_together(comm: Communicator, problem: str) -> NoReturn:
@@ -174,8 +174,8 @@ def _refuse_together(comm: Communicator, problem: str) -> NoReturn:
     words = problem.encode(*_TEXT)
     first = -int(comm.max_over_ranks([-comm.rank if problem else -comm.size])[0])
     (length,) = comm.max_over_ranks([len(words) if comm.rank == first else 0])
-    told = np.frombuffer(words, np.uint8) if comm.rank == first else np.empty(int(length), np.uint8)
-    said = comm.broadcast(told.copy(), root=first).tobytes().decode(*_TEXT)
+    message = np.frombuffer(words, np.uint8) if comm.rank == first else np.empty(int(length), np.uint8)
+    said = comm.broadcast(message.copy(), root=first).tobytes().decode(*_TEXT)
     raise UsageError(said if comm.rank == first else f"rank {first}: {said}")
 
 

@@ -173,8 +173,8 @@ class Arena:
         """First rank only: a place for all ranks' parts, as one word: number and offset."""
         allocator = self._allocator
         assert allocator is not None
-        given = [number for number in allocator.taken if self._table[:, number].all()]
-        for number in given:
+        agreed = [number for number in allocator.taken if self._table[:, number].all()]
+        for number in agreed:
             allocator.free(number)
             self._table[:, number] = 0
         place = allocator.take(stride * self.ranks)
@@ -318,8 +318,8 @@ def open_arena(
     for way in [_memfd, _file] if use_memfd else [_file]:
         token = secrets.token_bytes(8)
         handle, path, end = way(regions, token) if rank == 0 else (-1, "", _nothing)
-        told, hex_token = exchange(f"{path} {token.hex()}")[0].split(" ")
-        memory = _map(told, bytes.fromhex(hex_token), regions) if told else None
+        path_of_all, hex_token = exchange(f"{path} {token.hex()}")[0].split(" ")
+        memory = _map(path_of_all, bytes.fromhex(hex_token), regions) if path_of_all else None
         all_have = all(text == "yes" for text in exchange("yes" if memory is not None else "no"))
         end()
         if all_have:

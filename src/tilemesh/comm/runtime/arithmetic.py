@@ -76,8 +76,8 @@ def combiner(op: str, dtype: str) -> Combine:
     if dtype == BF16:
         return _bf16_combiner(op)
 
-    def combine(held: Array, arrived: Array) -> None:
-        function(held, arrived, out=held)
+    def combine(total: Array, arrived: Array) -> None:
+        function(total, arrived, out=total)
 
     return combine
 
@@ -87,9 +87,9 @@ def _extremes(op: str) -> Combine:
     function: Any = UFUNCS[op]
     both: Any = np.logical_or if op == "min" else np.logical_and  # a zero is negative if either one, or both are
 
-    def combine(held: Array, arrived: Array) -> None:
-        for at in range(0, held.size, _BLOCK):  # in parts that stay in the cache
-            mine, other = held[at : at + _BLOCK], arrived[at : at + _BLOCK]
+    def combine(total: Array, arrived: Array) -> None:
+        for at in range(0, total.size, _BLOCK):  # in parts that stay in the cache
+            mine, other = total[at : at + _BLOCK], arrived[at : at + _BLOCK]
             result = function(mine, other)
             doubtful = np.flatnonzero((result == 0) | (result != result))
             if doubtful.size:
@@ -105,10 +105,10 @@ def _extremes(op: str) -> Combine:
 def _bf16_extremes(op: str) -> Combine:
     in_float32 = _extremes(op)
 
-    def combine(held: Array, arrived: Array) -> None:
-        mine, other = bf16_as_float32(held), bf16_as_float32(arrived)
+    def combine(total: Array, arrived: Array) -> None:
+        mine, other = bf16_as_float32(total), bf16_as_float32(arrived)
         in_float32(mine, other)
-        held[:] = mine.view(np.uint32) >> 16  # exact: it is one of the two, or the NaN
+        total[:] = mine.view(np.uint32) >> 16  # exact: it is one of the two, or the NaN
 
     return combine
 
@@ -137,8 +137,8 @@ def _bf16_combiner(op: str) -> Combine:
 
     function: Any = {"sum": torch.add, "avg": torch.add, "prod": torch.mul}[op]
 
-    def combine(held: Array, arrived: Array) -> None:
-        target = as_torch_bf16(held)
+    def combine(total: Array, arrived: Array) -> None:
+        target = as_torch_bf16(total)
         function(target, as_torch_bf16(arrived), out=target)
 
     return combine

@@ -2,8 +2,8 @@
 
 A call is decided upon (which algorithm, in whose memory), becomes something that can be carried out (`Running`), and is
 waited for or started. There are four ways: the library's own collective, GPU memory, the node's shared memory, and a
-schedule of messages. `Call` and `Decided`, the call as values, are in `asked.py`, because `ready.py`, `sharing.py` and
-the transports take them too and this file imports those. What a call like it will need the next time is kept
+schedule of messages. `Call` and `Decided`, the call as values, are in `call_parts.py`: `ready.py`, `sharing.py` and the
+transports take them too, and this file imports those. What a call like it will need the next time is kept
 (`ready.py`).
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tilemesh.comm.runtime.arithmetic import divide, is_complex
-from tilemesh.comm.runtime.asked import Call, Decided, Made, Scatter
+from tilemesh.comm.runtime.call_parts import Call, Decided, Made, Scatter
 from tilemesh.comm.runtime.choose import Request, choose, refuses
 from tilemesh.comm.runtime.engine import Running
 from tilemesh.comm.runtime.flags import CallDigest
@@ -29,7 +29,7 @@ from tilemesh.comm.runtime.transport import Array
 from tilemesh.comm.schedules.schedule import DATA
 from tilemesh.core.errors import UsageError
 
-_MOST_ASKED = 4096  # kinds of calls whose words are kept
+_MOST_DIGESTS = 4096  # kinds of calls whose words are kept
 
 
 class Caller(Group):
@@ -39,12 +39,12 @@ class Caller(Group):
         """`x`: what this rank contributes; None: nothing. `key`: under which calls like it may be kept ready."""
         is_observed = self.observers.attached  # the list itself: asking an object would cost every call a function
         began_s = clock() if is_observed else 0.0
-        call = call._replace(asked=self._asked(call, algorithm))
+        call = call._replace(digest=self._digest(call, algorithm))
         decided = self._decide(call, x, algorithm, wait)
         sequence = self.watch.sequence + 1
         is_shared = decided.device is None and self.goes_shared(decided.choice)
         is_native = (decided.name == "native" and not is_shared) or decided.device is not None
-        comparison = None if is_shared or self.is_debugging else self.comparison(call.asked)
+        comparison = None if is_shared or self.is_debugging else self.comparison(call.digest)
         if comparison is not None and wait and self.turns.is_free:
             self.watch.sequence = sequence  # as on ranks that make another call
             self.carry_out(Running(comparison(), lambda: None), (sequence, call.collective, call.nbytes))
@@ -76,31 +76,31 @@ class Caller(Group):
     def _keep(self, key: tuple[Any, ...], decided: Decided) -> None:
         """Keep the quick way for calls like this one, where there is one; observed, if this communicator is."""
         call = decided.call
-        given = call.shape if decided.x is None else tuple(decided.x.shape)  # a broadcast: who brings nothing knows it
-        quick = ready_call(self, call, given, decided.choice)
+        shape = call.shape if decided.x is None else tuple(decided.x.shape)  # a broadcast: who brings nothing knows it
+        quick = ready_call(self, call, shape, decided.choice)
         if quick is not None and self.observers:
             quick = self.observers.wrapped(quick, call.collective, call.nbytes, decided.name)
         self.ready.keep(key, quick)
 
-    def scatter(self, told: Callable[[], str], made: Callable[[str], Made], given: Scatter) -> Any:
+    def scatter(self, describe: Callable[[], str], prepare: Callable[[str], Made], options: Scatter) -> Any:
         """A collective that only the root knows: it tells all `told()`, of which every rank makes the call."""
         began_s = clock()
         self.watch.sequence += 1
         sequence = self.watch.sequence
         known: tuple[int, str] = (0, "")  # bytes and algorithm, for observers, once the root has spoken
 
-        comparison = None if self.is_debugging else self.comparison(CallDigest.of("scatter", 0, given.words()))
+        comparison = None if self.is_debugging else self.comparison(CallDigest.of("scatter", 0, options.words()))
 
         def first() -> Steps[str]:
             if self.is_debugging:
-                yield from self.agree(given.words(), sequence)
-            text = told() if self.transport.rank == given.root else ""
-            return (yield from spread(self.transport, text, given.root, self.tag(3, sequence)))
+                yield from self.agree(options.words(), sequence)
+            text = describe() if self.transport.rank == options.root else ""
+            return (yield from spread(self.transport, text, options.root, self.tag(3, sequence)))
 
         def running(text: str) -> Running:
             nonlocal known
-            call, x, refusal = made(text)
-            decided = self._decide(call, x, given.algorithm, given.wait)
+            call, x, refusal = prepare(text)
+            decided = self._decide(call, x, options.algorithm, options.wait)
             known = (call.nbytes, decided.used)
             running = self._running(decided, sequence)
             return running if refusal is None else running.ending_in(refusal)
@@ -113,12 +113,12 @@ class Caller(Group):
             (sequence, "scatter", 0),
             bool(self.observers),
         )
-        if given.wait:
+        if options.wait:
             result = self.carry_out(later, doing)
         else:
             result = self.start(later, doing, tell if is_observed else None)
         if is_observed:
-            tell(began_s, CALL if given.wait else BEGIN)
+            tell(began_s, CALL if options.wait else BEGIN)
         return result
 
     def _decide(self, call: Call, x: Any, algorithm: str, wait: bool) -> Decided:
@@ -159,30 +159,30 @@ class Caller(Group):
         if decided.device is not None:
             running: Running = decided.device.running(call, decided.x, decided.has_result)
             return running
-        given = np.empty(0, call.like.carrier) if decided.x is None else flattened(opened(decided.x)[0], call.axis)
+        inputs = np.empty(0, call.like.carrier) if decided.x is None else flattened(opened(decided.x)[0], call.axis)
         if call.wire is not call.like:
-            given = widened(given, call.like.dtype)
+            inputs = widened(inputs, call.like.dtype)
         if self.goes_shared(decided.choice):
-            return self._shared(decided, given)
+            return self._shared(decided, inputs)
         if decided.name == "native":
-            return self._native(decided, given)
-        return self._scheduled(decided, given, self.tag(1, sequence))
+            return self._native(decided, inputs)
+        return self._scheduled(decided, inputs, self.tag(1, sequence))
 
-    def _asked(self, call: Call, algorithm: str) -> CallDigest:
+    def _digest(self, call: Call, algorithm: str) -> CallDigest:
         """What every rank must ask for; kept, because the words take longer to make than a small call."""
         key = (*call[:1], call.like.dtype, *call[2:8], call.private, algorithm)
-        asked = self.asked.get(key)
-        if asked is None:
-            if len(self.asked) >= _MOST_ASKED:
-                self.asked.clear()
-            asked = self.asked[key] = CallDigest.of(call.collective, call.nbytes, call.words(algorithm))
-        return asked
+        digest = self.digests.get(key)
+        if digest is None:
+            if len(self.digests) >= _MOST_DIGESTS:
+                self.digests.clear()
+            digest = self.digests[key] = CallDigest.of(call.collective, call.nbytes, call.words(algorithm))
+        return digest
 
     def _compared(self, call: Call, sequence: int) -> Steps[None]:
         """In debug mode the ranks compare every call first, in words."""
         if self.is_debugging:
             sent, expected = (call.sizes, call.received) if call.private else ((), ())
-            yield from self.agree(call.asked.words, sequence, sent, expected)
+            yield from self.agree(call.digest.words, sequence, sent, expected)
 
     def _target(self, call: Call) -> Array | None:
         """`out` as a flat array, when the result can be written there as it comes."""
@@ -192,18 +192,18 @@ class Caller(Group):
         moved = call.axis == 0 or all(length == 1 for length in call.shape[: call.axis])
         return array.reshape(-1) if moved else None
 
-    def _native(self, decided: Decided, given: Array) -> Running:
+    def _native(self, decided: Decided, inputs: Array) -> Running:
         call, target = decided.call, decided.target
         length = call.length if decided.has_result else 0
         result = target if target is not None else np.empty(length, call.wire.carrier)
-        steps = native_steps(self.transport, call, given, result, self.stopwatch)
+        steps = native_steps(self.transport, call, inputs, result, self.stopwatch)
         return Running(steps, lambda: self._finish(call, result if decided.has_result else None))
 
-    def _scheduled(self, decided: Decided, given: Array, tag: int) -> Running:
+    def _scheduled(self, decided: Decided, inputs: Array, tag: int) -> Running:
         call, target = decided.call, decided.target
         key, is_block = call.key(decided.name), call.is_block
         lo = call.begins_at(self.transport.rank) if is_block else 0
-        bound = self.planner.bound(key, given, None if is_block else target)
+        bound = self.planner.bound(key, inputs, None if is_block else target)
         data = bound.spaces.arrays[DATA]
         is_ours = target is None and not is_block and key not in self.planner.free
 
@@ -221,13 +221,13 @@ class Caller(Group):
 
         return Running(bound.steps(tag, self.stopwatch), finish)
 
-    def _shared(self, decided: Decided, given: Array) -> Running:
+    def _shared(self, decided: Decided, inputs: Array) -> Running:
         assert self.sharing is not None
         call, has_result = decided.call, decided.has_result
         result = decided.target
         if result is None:
             result = np.empty(call.length if has_result else 0, call.wire.carrier)
-        steps = self.sharing.steps(self.sharing.call(call, decided.choice), given, result)
+        steps = self.sharing.steps(self.sharing.call(call, decided.choice), inputs, result)
         return Running(steps, lambda: self._finish(call, result if has_result else None))
 
     def _finish(self, call: Call, result: Array | None) -> Any:

@@ -43,7 +43,7 @@ import numpy as np
 
 from tilemesh.comm.runtime import arguments as check
 from tilemesh.comm.runtime.arithmetic import require_operation
-from tilemesh.comm.runtime.asked import Call, Made, Scatter
+from tilemesh.comm.runtime.call_parts import Call, Made, Scatter
 from tilemesh.comm.runtime.choose import Request, choose
 from tilemesh.comm.runtime.engine import CallEngine, Handle
 from tilemesh.comm.runtime.group import Closed
@@ -389,13 +389,13 @@ class Communicator(Inspected):
         """
         wanted = None if color is None else check.whole(color, "color")
         key = check.whole(key, "key")
-        given = "none" if wanted is None else str(wanted)
+        label = "none" if wanted is None else str(wanted)
         with self._observers.during("split"):
-            answers = self._caller.ask("split", f"{given} {key}")
+            answers = self._caller.ask("split", f"{label} {key}")
             self._splits += 1  # now that all are known to be here
             if wanted is None:
                 return None
-            places = [(int(text.split()[1]), rank) for rank, text in enumerate(answers) if text.split()[0] == given]
+            places = [(int(text.split()[1]), rank) for rank, text in enumerate(answers) if text.split()[0] == label]
             members = [rank for _, rank in sorted(places)]
             if expected is not None and self.transport.name == MIRROR:  # whose other ranks all said the same
                 members = list(expected)
@@ -462,10 +462,10 @@ class Communicator(Inspected):
     def max_over_ranks(self, values: list[float]) -> list[float]:
         """The largest of each number over all ranks, for whoever agrees on timings."""
         try:
-            given = np.array(values, np.float64)
+            mine = np.array(values, np.float64)
         except (OverflowError, TypeError, ValueError):
             raise UsageError(f"values {values!r}: expected a list of numbers") from None
-        return [float(value) for value in self.all_reduce(given, "max")]
+        return [float(value) for value in self.all_reduce(mine, "max")]
 
     def abort(self, reason: str) -> None:
         """End the whole job, now."""

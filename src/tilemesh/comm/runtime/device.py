@@ -16,7 +16,7 @@ from tilemesh.comm.runtime.transport import Token
 from tilemesh.comm.schedules.collectives import REDUCING
 
 if TYPE_CHECKING:
-    from tilemesh.comm.runtime.asked import Call
+    from tilemesh.comm.runtime.call_parts import Call
 
 OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,

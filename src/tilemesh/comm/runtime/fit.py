@@ -175,14 +175,14 @@ class Fit:
         """The inverse of `to_dict`; raises KeyError, TypeError or ValueError for anything else."""
         curves = {}
         for name, points in data["curves"].items():
-            made = tuple(sorted((float(x), float(y)) for x, y in points))
+            pairs = tuple(sorted((float(x), float(y)) for x, y in points))
             # None in a fit that an earlier version has stored.
             spreads = tuple((float(p20), float(p80)) for p20, p80 in data.get("spreads", {}).get(name, ()))
-            if not made or any(not 0 < number < math.inf for pair in (*made, *spreads) for number in pair):
+            if not pairs or any(not 0 < number < math.inf for pair in (*pairs, *spreads) for number in pair):
                 raise ValueError(f"curve {name} has points that are no measurements")
-            if len(spreads) not in (0, len(made)):
-                raise ValueError(f"curve {name} has {len(made)} points and {len(spreads)} spreads")
-            curves[str(name)] = Curve(made, spreads)
+            if len(spreads) not in (0, len(pairs)):
+                raise ValueError(f"curve {name} has {len(pairs)} points and {len(spreads)} spreads")
+            curves[str(name)] = Curve(pairs, spreads)
         ranks, cores, sync_s = int(data["ranks"]), int(data["cores"]), float(data["sync_s"])
         busy = Busyness.from_dict(data.get("busy"))
         layer = data.get("layer_s")

@@ -69,7 +69,7 @@ class CallDigest(NamedTuple):
         return cls(collective, nbytes, words, zlib.crc32(words.encode()) & MARK_MASK)
 
 
-NOTHING_ASKED = CallDigest("meeting", 0, "", 0)
+NO_CALL = CallDigest("meeting", 0, "", 0)
 
 
 def _no_disagreement() -> Iterator[Token]:
@@ -137,7 +137,7 @@ class Flags:
         # Of a small call, where two ranks share a core: those of the other core are about to come.
         self.looks = range(_FEW if cores < ranks <= 2 * cores else self.spin)
         self.epoch = 0  # number of the present meeting, in units of `MEETING`
-        self.asked = NOTHING_ASKED  # what this rank calls at present
+        self.digest = NO_CALL  # what this rank calls at present
         self.disagreement: Callable[[], Iterator[Token]] = _no_disagreement  # steps that end in an error on every rank
         self.has_pids = pids
         self.watch: Watch | None = None
@@ -148,7 +148,7 @@ class Flags:
         if self.fence is not None:
             self.fence()
         epoch = self.epoch = self.epoch + MEETING
-        self.words[self.mine] = epoch | self.asked.mark
+        self.words[self.mine] = epoch | self.digest.mark
         return epoch
 
     def have_come(self, epoch: int) -> bool:
@@ -167,7 +167,7 @@ class Flags:
         if fence is not None:
             fence()
         epoch = self.epoch = self.epoch + MEETING
-        words[self.mine] = word = epoch | self.asked.mark
+        words[self.mine] = word = epoch | self.digest.mark
         for other in self.others:
             if words[other] != word and words[other] - epoch < MEETING:
                 self.await_same(other, word)
@@ -184,17 +184,17 @@ class Flags:
 
     # Different calls ---------------------------------------------------------------------------------------------
 
-    def await_same(self, other: int, word: int, asked: CallDigest | None = None) -> None:
+    def await_same(self, other: int, word: int, digest: CallDigest | None = None) -> None:
         """Until that rank has come to the meeting of this flag; raises on all ranks if it makes another call.
 
         `asked`: what a ready call asks for that has not said so before. A rank that is further on had seen this flag.
         """
         epoch = word & ~MARK_MASK
         if self.words[other] < epoch:
-            self._until(other, epoch, asked)
+            self._until(other, epoch, digest)
         there = self.words[other]  # read once: it may go on at any moment
         if there != word and there - epoch < MEETING:
-            self.disagree(asked)
+            self.disagree(digest)
 
     def differs(self) -> bool:
         """Whether a rank has come to the present meeting with another call. If so, all others learn it."""
@@ -206,10 +206,10 @@ class Flags:
                 words[self.different] = epoch
         return words[self.different] == epoch
 
-    def disagree(self, asked: CallDigest | None = None) -> None:
+    def disagree(self, digest: CallDigest | None = None) -> None:
         """Blocking: tell the others, and raise with what each rank asked for."""
-        if asked is not None:
-            self.asked = asked
+        if digest is not None:
+            self.digest = digest
         self.words[self.different] = self.epoch
         for token in self.disagreement():
             token.wait()
@@ -226,7 +226,7 @@ class Flags:
             self.fence()
         epoch = self.epoch = self.epoch + MEETING
         words = self.words
-        words[self.mine] = epoch | self.asked.mark
+        words[self.mine] = epoch | self.digest.mark
         self.full_fence()
         for other in self.others:
             if words[other] < epoch:
@@ -251,15 +251,15 @@ class Flags:
             self.fence()
         return int(word & MARK_MASK)
 
-    def await_published(self, asked: CallDigest | None = None) -> int:
+    def await_published(self, digest: CallDigest | None = None) -> int:
         if self.words[self.common] < self.epoch:
-            self._until(self.common, self.epoch, asked)
+            self._until(self.common, self.epoch, digest)
         rank = self.published()
         if rank == DISAGREED:
-            self.disagree(asked)
+            self.disagree(digest)
         return rank
 
-    def _until(self, other: int, epoch: int, asked: CallDigest | None = None) -> None:
+    def _until(self, other: int, epoch: int, digest: CallDigest | None = None) -> None:
         """Until a word has come so far, or the ranks of the meeting are known to make different calls."""
         words, pause = self.words, self.pause
         for _ in range(self.spin):
@@ -272,7 +272,7 @@ class Flags:
         # Only a wait that lasts is worth telling the watchdog of: a ready call notes nothing before.
         watch = self.watch if self.watch is not None and self.watch.note is None else None
         if watch is not None:
-            doing = asked or self.asked
+            doing = digest or self.digest
             watch.enter(watch.sequence, doing.collective, doing.nbytes)
         try:
             self._wait_long(other, epoch)

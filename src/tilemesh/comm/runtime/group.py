@@ -78,7 +78,7 @@ class Group:
         self.cores = available_cores() if is_one_process else cores_together(self._texts(cores_here()))
         arena = self._open_arena()
         self.sharing = None if arena is None else Sharing(arena, self.planner.program, transport)
-        self.asked: dict[tuple[Any, ...], CallDigest] = {}
+        self.digests: dict[tuple[Any, ...], CallDigest] = {}
         self.compared: set[int] = set()  # marks of calls that the ranks have compared by a meeting or messages
         self.comparisons = 0
         if arena is not None:
@@ -122,13 +122,13 @@ class Group:
 
     def _texts(self, text: str) -> list[str]:
         """Every rank's text before any call has been made."""
-        told: list[str] = []
+        texts: list[str] = []
 
         def steps() -> Iterator[Token]:
-            told.extend((yield from exchange(self.transport, text, self.tag(3, 0))))
+            texts.extend((yield from exchange(self.transport, text, self.tag(3, 0))))
 
         self.carry_out(Running(steps(), lambda: None), (0, "connect", 0))
-        return told
+        return texts
 
     # What every kind of call needs --------------------------------------------------------------------------------
 
@@ -194,35 +194,35 @@ class Group:
 
     # Do all ranks make the same call? ---------------------------------------------------------------------------
 
-    def comparison(self, asked: CallDigest, *, always: bool = False) -> Comparison | None:
+    def comparison(self, digest: CallDigest, *, always: bool = False) -> Comparison | None:
         """What makes the steps in which ranks compare a call that does not go through shared memory, as those all do.
 
         None: calls like it have been compared before. Threads compare every call: a meeting costs them little.
         """
         if self.transport.size == 1:
             return None
-        if not always and asked.mark in self.compared and self.transport.name != "threads":
+        if not always and digest.mark in self.compared and self.transport.name != "threads":
             return None
         if len(self.compared) >= _MOST_COMPARED:  # on every rank alike
             self.compared.clear()
-        self.compared.add(asked.mark)
+        self.compared.add(digest.mark)
         sharing = self.sharing
         if sharing is not None:
-            return lambda: self._remembered(asked, sharing.compare(asked))
+            return lambda: self._remembered(digest, sharing.compare(digest))
         self.comparisons += 1
         tag = self.tag(2, self.comparisons)
-        return lambda: self._remembered(asked, self._by_messages(asked, tag))
+        return lambda: self._remembered(digest, self._by_messages(digest, tag))
 
-    def _remembered(self, asked: CallDigest, steps: Iterator[Token]) -> Steps[None]:
+    def _remembered(self, digest: CallDigest, steps: Iterator[Token]) -> Steps[None]:
         try:
             yield from steps
         except UsageError:
-            self.compared.discard(asked.mark)  # as on the ranks that asked for something else
+            self.compared.discard(digest.mark)  # as on the ranks that asked for something else
             raise
 
-    def _by_messages(self, asked: CallDigest, tag: int) -> Iterator[Token]:
-        if not (yield from have_same_mark(self.transport, asked.mark, tag)):
-            yield from raise_differences(self.transport, asked.words, tag)
+    def _by_messages(self, digest: CallDigest, tag: int) -> Iterator[Token]:
+        if not (yield from have_same_mark(self.transport, digest.mark, tag)):
+            yield from raise_differences(self.transport, digest.words, tag)
 
     def _disagreement(self) -> Iterator[Token]:
         """What follows when the flags of a meeting differ: all ranks tell their calls, and raise."""
@@ -230,7 +230,7 @@ class Group:
         arena = self.sharing.arena
         meeting = arena.flags.epoch >> MARK_BITS  # the same on every rank
         arena.staged = meeting  # so are the halves of the stage from here on, whoever used one
-        yield from raise_differences(self.transport, arena.flags.asked.words, self.tag(2, meeting))
+        yield from raise_differences(self.transport, arena.flags.digest.words, self.tag(2, meeting))
 
     def goes_shared(self, choice: Choice) -> bool:
         """Through the arena; or natively, after a look whether all arrays lie there."""
@@ -256,8 +256,8 @@ class Group:
                 yield from self.agree(words, sequence)
             return (yield from exchange(self.transport, text, self.tag(3, sequence)))
 
-        def running(told: list[str]) -> Running:
-            return Running(_at_once(), lambda: told)
+        def running(texts: list[str]) -> Running:
+            return Running(_at_once(), lambda: texts)
 
         answers: list[str] = self.carry_out(self.later(steps(), running, comparison), (sequence, name, 0))
         return answers
@@ -274,11 +274,11 @@ class Group:
             return like.back(np.empty(shape, like.carrier))
         self.watch.sequence += 1
 
-        asked = CallDigest.of("empty", 0, f"empty({shape}, {like.dtype})")
+        digest = CallDigest.of("empty", 0, f"empty({shape}, {like.dtype})")
 
         def running(_: None = None) -> Running:
-            steps, made = sharing.empty(shape, like.carrier, asked)
-            return Running(steps, lambda: made[0])
+            steps, arrays = sharing.empty(shape, like.carrier, digest)
+            return Running(steps, lambda: arrays[0])
 
         # Its turn in the arena comes after those of calls that have not begun yet, as it does on the other ranks.
         allocation = running() if self.turns.is_free else self.later(_at_once(), running)

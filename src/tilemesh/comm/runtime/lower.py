@@ -308,10 +308,10 @@ class MessageProgram:
 class Spaces:
     """The spaces of one rank as flat arrays. Given arrays are used as they are; missing ones are made."""
 
-    def __init__(self, program: Program, carrier: np.dtype[Any], given: Array | None, data: Array | None) -> None:
+    def __init__(self, program: Program, carrier: np.dtype[Any], inputs: Array | None, data: Array | None) -> None:
         lengths = program.lengths
         self.arrays: dict[int, Array] = {
-            INPUT: np.empty(lengths[INPUT], carrier) if given is None else given,
+            INPUT: np.empty(lengths[INPUT], carrier) if inputs is None else inputs,
             DATA: np.empty(lengths[DATA], carrier) if data is None else data,
             TEMP: np.empty(lengths[TEMP], carrier),
             LANDING: np.empty(lengths[LANDING], carrier),
@@ -383,18 +383,18 @@ class Planner:
             return layout("all_to_all", rank, 0, self.transport.size, chunks, key.sizes, received)
         return self._layout(key, rank, chunks)
 
-    def bound(self, key: ProgramKey, given: Array, data: Array | None) -> MessageProgram:
+    def bound(self, key: ProgramKey, inputs: Array, data: Array | None) -> MessageProgram:
         """The program over its memory, with the input in place."""
         program = self.program(key)
         carrier = key.like.carrier
         if (program.lengths[INPUT] + program.lengths[DATA]) * carrier.itemsize <= KEPT_BYTES:
             pool = self.free.setdefault(key, [])
             bound = pool.pop() if pool else self._bind(key, program, Spaces(program, carrier, None, None))
-            np.copyto(bound.spaces.arrays[INPUT], given)
+            np.copyto(bound.spaces.arrays[INPUT], inputs)
             return bound
-        if data is not None and np.may_share_memory(given, data) and not self._may_alias(key, given, data):
-            given = given.copy()
-        return self._bind(key, program, Spaces(program, carrier, given, data))
+        if data is not None and np.may_share_memory(inputs, data) and not self._may_alias(key, inputs, data):
+            inputs = inputs.copy()
+        return self._bind(key, program, Spaces(program, carrier, inputs, data))
 
     def done(self, key: ProgramKey, bound: MessageProgram) -> None:
         """The call is over: what can be used again is kept."""
@@ -409,10 +409,10 @@ class Planner:
         function = None if key.op in ("min", "max") else ufunc_of(key.op, key.like.dtype)
         return MessageProgram(program, self.transport, function, combiner(key.op, key.like.dtype), spaces)
 
-    def _may_alias(self, key: ProgramKey, given: Array, data: Array) -> bool:
+    def _may_alias(self, key: ProgramKey, inputs: Array, data: Array) -> bool:
         """Whether the input lies in the result exactly where the schedule would copy it first."""
         if key.collective not in _IN_PLACE:
             return False
         before = sum(key.sizes[: self.transport.rank]) if key.collective == "all_gather" else 0
-        start = data[before : before + given.size]
-        return given.size == start.size and same_start(given, start)
+        start = data[before : before + inputs.size]
+        return inputs.size == start.size and same_start(inputs, start)

@@ -129,15 +129,15 @@ def out_array(out: Any, shape: tuple[int, ...], like: Like) -> Array | None:
     """The memory of `out` as an array (None: no out, or CUDA), after checking that the result fits it."""
     if out is None:
         return None
-    _, given = described(out, "out")
-    if given.dtype != like.dtype or given.is_torch != like.is_torch:
-        kinds = [f"{'torch' if side.is_torch else 'numpy'} {side.dtype}" for side in (given, like)]
+    _, kind = described(out, "out")
+    if kind.dtype != like.dtype or kind.is_torch != like.is_torch:
+        kinds = [f"{'torch' if side.is_torch else 'numpy'} {side.dtype}" for side in (kind, like)]
         raise UsageError(f"out is {kinds[0]}: expected {kinds[1]}, as the input")
     if tuple(out.shape) != tuple(shape):
         raise UsageError(f"out has shape {tuple(out.shape)}: this call's result has {tuple(shape)}")
     if getattr(out, "requires_grad", False):
         raise UsageError("out requires gradients, which a collective cannot follow: give out.detach()")
-    if given.device not in (None, "cpu"):
+    if kind.device not in (None, "cpu"):
         return None  # and is not copied to the host to find that out
     array, _ = opened(out, "out")
     if not array.flags.writeable:

@@ -67,9 +67,9 @@ class Messages:
         return size, self.transport.post([header], self.group.tag(4, tag))
 
     def _sized_send(self, message: Message, tag: int) -> Iterator[Token]:
-        size, told = self._header(message, tag)
+        size, header = self._header(message, tag)
         sent = self.transport.post([message], tag) if message.nbytes else None
-        yield told
+        yield header
         del size  # the library read it until here
         if sent is not None:
             yield sent
@@ -80,8 +80,8 @@ class Messages:
         turns = self.receipts.setdefault(key, Turns())
         turn = turns.take()
         try:
-            size, told = self._header(message, tag)
-            yield told
+            size, header = self._header(message, tag)
+            yield header
             yield turn
             nbytes = int(size[0])
             if nbytes != message.nbytes:

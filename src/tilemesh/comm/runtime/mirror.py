@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from tilemesh.comm.runtime.asked import Call
+from tilemesh.comm.runtime.call_parts import Call
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.comm.runtime.device import DeviceCollectives
 from tilemesh.comm.runtime.engine import CallEngine, Running
@@ -136,8 +136,8 @@ class MirrorDevice(DeviceCollectives):
         return Running(steps(), lambda: None if is_send else tensor)
 
     def _start(self, call: Call, source: Any, result: Any, op: Any) -> None:
-        as_asked = NativeCall(call.collective, source, result, call.op, call.root, call.sizes, call.received)
-        reflect(as_asked, self.group.rank(), self.group.size())
+        same_call = NativeCall(call.collective, source, result, call.op, call.root, call.sizes, call.received)
+        reflect(same_call, self.group.rank(), self.group.size())
 
 
 class _Place:

@@ -20,7 +20,7 @@ import numpy as np
 from mpi4py import MPI
 
 from tilemesh.comm.runtime.arithmetic import is_complex, orders, widens
-from tilemesh.comm.runtime.asked import Call
+from tilemesh.comm.runtime.call_parts import Call
 from tilemesh.comm.runtime.memory import as_bytes, fits
 from tilemesh.comm.runtime.transport import (
     Array,
@@ -147,17 +147,17 @@ class _Worker:
         if self.thread is None:
             self.thread = threading.Thread(target=self._work, name="tilemesh-mpi", daemon=True)
             self.thread.start()
-        made = _Made(call)
-        self.calls.put(made)
-        return made
+        call_of_thread = _Made(call)
+        self.calls.put(call_of_thread)
+        return call_of_thread
 
     def _work(self) -> None:
-        while (made := self.calls.get()) is not None:
+        while (call := self.calls.get()) is not None:
             try:
-                made.call()
+                call.call()
             except BaseException as error:  # whatever it is, it is the caller's
-                made.error = error
-            made.over.set()
+                call.error = error
+            call.over.set()
 
     def end(self) -> None:
         if self.thread is not None:
@@ -251,14 +251,14 @@ class MpiTransport:
         everyone = self.comm.Get_group()
         group = everyone.Incl(list(members))
         try:
-            made = MpiTransport(self.comm.Create_group(group), self.blocks)
+            transport = MpiTransport(self.comm.Create_group(group), self.blocks)
         finally:
             group.Free()
             everyone.Free()
-        made.staged_because = self.staged_because
+        transport.staged_because = self.staged_because
         if self.beside is not None:
-            made.put_beside(self.beside.split(members, label))
-        return made
+            transport.put_beside(self.beside.split(members, label))
+        return transport
 
     def put_beside(self, transport: TorchTransport) -> None:
         """Let a transport among the same ranks move what is on GPUs, if it can."""
@@ -331,9 +331,9 @@ def _element(size: int) -> Any:
 @lru_cache(maxsize=64)
 def _as_one(nbytes: int) -> Any:
     """That many bytes as one thing, for more than an int can count. MPI keeps it until the process ends."""
-    whole, rest = divmod(nbytes, 1 << 20)
+    mebibytes, rest = divmod(nbytes, 1 << 20)
     many = MPI.BYTE.Create_contiguous(1 << 20)
-    return MPI.Datatype.Create_struct([whole, rest], [0, whole << 20], [many, MPI.BYTE]).Commit()
+    return MPI.Datatype.Create_struct([mebibytes, rest], [0, mebibytes << 20], [many, MPI.BYTE]).Commit()
 
 
 # Calls kept ready -----------------------------------------------------------------------------------------------------
@@ -341,7 +341,7 @@ def _as_one(nbytes: int) -> Any:
 
 def _ready(
     call: Call,
-    made: np.dtype[Any],
+    dtype: np.dtype[Any],
     function: Callable[..., object],
     rest: tuple[Any, ...],
     unit: Any,
@@ -357,7 +357,7 @@ def _ready(
     result, is_average = call.shape, call.op == "avg"
     watched = (call.collective, call.nbytes)
     ndarray, combines = np.ndarray, bool(rest)
-    count = call.sizes[0] * made.itemsize // unit.Get_size()  # of one block, where there are blocks
+    count = call.sizes[0] * dtype.itemsize // unit.Get_size()  # of one block, where there are blocks
     seen = (0, 0)
     # The arrays that come again and again; known weakly, so that they are their owner's alone.
     known_x: Callable[[], Any] = _nobody
@@ -383,8 +383,8 @@ def _ready(
             if type(x) is not ndarray or not x.flags.c_contiguous or not x.flags.aligned:
                 return NotImplemented
             if out is None:
-                out = np.empty(result, made)
-            elif not fits(out, result, made) or _overlap(x, out):
+                out = np.empty(result, dtype)
+            elif not fits(out, result, dtype) or _overlap(x, out):
                 return NotImplemented
             elif seen == (id(x), id(out)):
                 # An array that is weakly known cannot be resized where it is, so its place holds while it lives.

@@ -15,22 +15,24 @@ from dataclasses import replace
 import numpy as np
 
 from tilemesh.comm.runtime import arithmetic
-from tilemesh.comm.runtime.asked import Call
+from tilemesh.comm.runtime.call_parts import Call
 from tilemesh.comm.runtime.observe import Stopwatch
 from tilemesh.comm.runtime.transport import Array, NativeCall, Token, Transport
 from tilemesh.comm.schedules.collectives import REDUCING
 
 
 def native_steps(
-    transport: Transport, call: Call, given: Array, result: Array, stopwatch: Stopwatch | None = None
+    transport: Transport, call: Call, inputs: Array, result: Array, stopwatch: Stopwatch | None = None
 ) -> Iterator[Token]:
     """A call on these flat arrays by the library; timed, all of it is one part, for the library tells nothing of it."""
-    if np.may_share_memory(given, result) and given.size:
-        given = given.copy()
-    asked = NativeCall(call.collective, given, result, call.op, call.root, call.sizes, call.received, call.private)
+    if np.may_share_memory(inputs, result) and inputs.size:
+        inputs = inputs.copy()
+    native_call = NativeCall(
+        call.collective, inputs, result, call.op, call.root, call.sizes, call.received, call.private
+    )
     if stopwatch is not None:
         stopwatch.begin("wire")
-    yield from library_steps(transport, asked, call.wire.dtype)
+    yield from library_steps(transport, native_call, call.wire.dtype)
     if stopwatch is not None:
         stopwatch.begin(None)
 
@@ -45,8 +47,8 @@ def library_steps(transport: Transport, call: NativeCall, dtype: str) -> Iterato
     target: Array = np.empty(call.target.shape, source.dtype)
     if is_ordered:
         # Both have names, so that both live until the library is done with them: it keeps neither.
-        given, keys = ordered(source, call.op), np.empty(target.shape, _whole(target.dtype))
-        yield transport.native(replace(call, source=given, target=keys))
+        keys_in, keys = ordered(source, call.op), np.empty(target.shape, _whole(target.dtype))
+        yield transport.native(replace(call, source=keys_in, target=keys))
         target = disordered(keys, target.dtype)
     else:
         yield transport.native(replace(call, source=source, target=target))

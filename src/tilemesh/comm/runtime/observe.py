@@ -173,12 +173,12 @@ def _every_one(ready: ReadyCall, note: Note) -> ReadyCall:
 def _fewest(every: list[int | Every]) -> Every:
     """Of all observers the one that is told most often decides."""
     fixed = min((number for number in every if isinstance(number, int)), default=None)
-    asked = [number for number in every if not isinstance(number, int)]
-    if not asked:
+    measured = [number for number in every if not isinstance(number, int)]
+    if not measured:
         return lambda: fixed or 1
-    if fixed is None and len(asked) == 1:
-        return asked[0]
-    return lambda: min(*(number() for number in asked), *([] if fixed is None else [fixed]))
+    if fixed is None and len(measured) == 1:
+        return measured[0]
+    return lambda: min(*(number() for number in measured), *([] if fixed is None else [fixed]))
 
 
 def _one_in(every: Every, ready: ReadyCall, note: Note) -> tuple[ReadyCall, Callable[[], None]]:

@@ -15,7 +15,7 @@ from weakref import ref
 import numpy as np
 
 from tilemesh.comm.runtime.arithmetic import ufunc_of
-from tilemesh.comm.runtime.asked import Call
+from tilemesh.comm.runtime.call_parts import Call
 from tilemesh.comm.runtime.choose import Choice
 from tilemesh.comm.runtime.flags import MARK_MASK, MEETING, fence_parts
 from tilemesh.comm.runtime.group import Group
@@ -27,17 +27,17 @@ from tilemesh.comm.runtime.transport import ReadyCall
 from tilemesh.comm.schedules.book import is_direct, is_shared
 
 
-def ready_call(group: Group, call: Call, given: tuple[int, ...], choice: Choice) -> ReadyCall | None:
+def ready_call(group: Group, call: Call, shape: tuple[int, ...], choice: Choice) -> ReadyCall | None:
     """The quick way for calls like this one, or None when there is none. `given`: the shape of what a rank brings."""
     is_quick = choice.algorithm == "native" or is_shared(choice.algorithm) or choice.direct is not None
     if not is_quick or group.is_debugging or call.private or group.transport.size == 1 or call.wire is not call.like:
         return None
-    along = along_axis_0(call, given)
+    along = along_axis_0(call, shape)
     ready = None if along is None else _of_arrays(group, *along, choice)
     # Nobody asks for places while there are no arrays of `empty`; the first one clears what is ready (`Group.empty`).
     is_live = group.sharing is not None and group.sharing.arena.live > 0
     by_place = is_live and (choice.direct is not None or is_direct(choice.algorithm))
-    return None if ready is None else with_views(ready, call, given, by_place)
+    return None if ready is None else with_views(ready, call, shape, by_place)
 
 
 def _of_arrays(group: Group, call: Call, x: Any, choice: Choice) -> ReadyCall | None:
@@ -94,7 +94,7 @@ def _small_reduce(group: Group, call: Call, x: Any) -> ReadyCall:
     pause, looks = flags.pause, flags.looks
     (release, acquire), fences = fence_parts(), flags.fence is not None
     empty, ndarray, is_average = np.empty, np.ndarray, call.op == "avg"
-    asked, mark = call.asked, call.asked.mark
+    digest, mark = call.digest, call.digest.mark
     known: Callable[[], Any] = _nobody
 
     def ready(x: Any, out: Any) -> Any:
@@ -124,7 +124,7 @@ def _small_reduce(group: Group, call: Call, x: Any) -> ReadyCall:
                 else:
                     pause()
                     if words[other] != word:
-                        await_same(other, word, asked)
+                        await_same(other, word, digest)
         if fences:
             release()
             acquire()
@@ -153,7 +153,7 @@ def _by_last(group: Group, call: Call, x: Any, bound: ByLast) -> ReadyCall:
     )
     (release, acquire), fences = fence_parts(), flags.fence is not None
     empty, ndarray, is_average, rank = np.empty, np.ndarray, call.op == "avg", arena.rank
-    asked, mark = call.asked, call.asked.mark
+    digest, mark = call.digest, call.digest.mark
     known: Callable[[], Any] = _nobody
 
     def ready(x: Any, out: Any) -> Any:
@@ -189,10 +189,10 @@ def _by_last(group: Group, call: Call, x: Any, bound: ByLast) -> ReadyCall:
                                 acquire()
                             out[...] = parts[half][last & MARK_MASK]
                             break
-                    out[...] = parts[half][published(asked)]
+                    out[...] = parts[half][published(digest)]
                     break
                 if there - epoch < MEETING:
-                    flags.disagree(asked)
+                    flags.disagree(digest)
         else:
             if fences:
                 release()
@@ -220,7 +220,7 @@ def _small_gather(group: Group, call: Call, x: Any) -> ReadyCall:
     pause, looks = flags.pause, flags.looks
     (release, acquire), fences = fence_parts(), flags.fence is not None
     empty, ndarray = np.empty, np.ndarray
-    asked, mark = call.asked, call.asked.mark
+    digest, mark = call.digest, call.digest.mark
     known: Callable[[], Any] = _nobody
     known_rows = rows[0]  # of `known`
 
@@ -255,7 +255,7 @@ def _small_gather(group: Group, call: Call, x: Any) -> ReadyCall:
                 else:
                     pause()
                     if words[other] != word:
-                        await_same(other, word, asked)
+                        await_same(other, word, digest)
         if fences:
             release()
             acquire()
@@ -271,7 +271,7 @@ def _small_broadcast(group: Group, call: Call, x: Any) -> ReadyCall:
     flags, dtype, shape, root = arena.flags, x.dtype, x.shape, call.root
     is_root = group.transport.rank == root
     staged_by = [arena.staged_by(root, half, x.nbytes).view(dtype).reshape(shape) for half in range(2)]
-    asked = call.asked
+    digest = call.digest
 
     def ready(x: Any, out: Any) -> Any:
         if pending or arena.turns != arena.done or type(x) is not np.ndarray:
@@ -279,7 +279,7 @@ def _small_broadcast(group: Group, call: Call, x: Any) -> ReadyCall:
         if out is not None and not fits(out, shape, dtype):
             return NotImplemented
         watch.sequence += 1
-        flags.asked = asked
+        flags.digest = digest
         arena.staged = staged = arena.staged + 1
         half = staged & 1
         if is_root:
@@ -319,7 +319,7 @@ def _large(group: Group, call: Call, x: Any, choice: Choice, natively: ReadyCall
     contributes = call.collective != "broadcast" or group.transport.rank == call.root
     nothing = np.empty(0, dtype)
     is_average, ndarray = call.op == "avg", np.ndarray
-    asked = call.asked
+    digest = call.digest
     # As in `mpi.py`: known weakly, and what is weakly known cannot be resized where it is.
     known_x: Callable[[], Any] = _nobody
     known_out: Callable[[], Any] = _nobody
@@ -331,7 +331,7 @@ def _large(group: Group, call: Call, x: Any, choice: Choice, natively: ReadyCall
             return NotImplemented
         if out is not None and out is known_out() and x is known_x() and out.flags.writeable:
             watch.sequence += 1
-            flags.asked = asked
+            flags.digest = digest
             way = agreed(*places)
             if isinstance(way, list):
                 for step in way:
@@ -350,14 +350,14 @@ def _large(group: Group, call: Call, x: Any, choice: Choice, natively: ReadyCall
             elif not fits(out, result, dtype):
                 return NotImplemented
             watch.sequence += 1
-            flags.asked = asked
-            given, data = x.reshape(-1) if contributes else nothing, out.reshape(-1)
+            flags.digest = digest
+            inputs, data = x.reshape(-1) if contributes else nothing, out.reshape(-1)
             if asks and arena.live:
                 if seen != (id(x), id(out)):
                     seen = (id(x), id(out))
-                elif (shared_places := shared.places(given, data)) is not None:
+                elif (shared_places := shared.places(inputs, data)) is not None:
                     known_x, known_out, places = ref(x), ref(out), shared_places
-            run(given, data)
+            run(inputs, data)
         if is_average:
             np.divide(out, ranks, out)
         return out

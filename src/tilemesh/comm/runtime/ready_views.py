@@ -15,55 +15,55 @@ from typing import Any
 
 import numpy as np
 
-from tilemesh.comm.runtime.asked import Call
+from tilemesh.comm.runtime.call_parts import Call
 from tilemesh.comm.runtime.memory import fits
 from tilemesh.comm.runtime.transport import Array, ReadyCall
 
 _KEPT = 64  # arrays of one call: more addresses than autograd uses for one shape in a step
 
 
-def along_axis_0(call: Call, given: tuple[int, ...]) -> tuple[Call, Array] | None:
+def along_axis_0(call: Call, shape: tuple[int, ...]) -> tuple[Call, Array] | None:
     """The call as `ready.py` sees it, with an array like the one that each call will bring; None: a tensor on CUDA."""
     if call.like.is_cuda:
         return None
     inner = call._replace(axis=0, out=None, shape=_moved(call.shape, call.axis))
-    return inner, np.empty(_moved(given, call.axis), call.like.carrier)
+    return inner, np.empty(_moved(shape, call.axis), call.like.carrier)
 
 
-def with_views(inner: ReadyCall, call: Call, given: tuple[int, ...], by_place: bool) -> ReadyCall:
+def with_views(inner: ReadyCall, call: Call, shape: tuple[int, ...], by_place: bool) -> ReadyCall:
     """A ready call of numpy arrays along axis 0, for what this call was given: an array or a tensor of that shape.
 
     `by_place`: whether the call asks where its arrays lie in shared memory, and remembers it for an array it knows.
     """
     if call.axis:
-        inner = _along(inner, call.axis, given, call.shape, call.like.carrier)
-    return _of_tensors(inner, call, given, by_place) if call.like.is_torch else inner
+        inner = _along(inner, call.axis, shape, call.shape, call.like.carrier)
+    return _of_tensors(inner, call, shape, by_place) if call.like.is_torch else inner
 
 
 def _moved(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
     return (shape[axis], *shape[:axis], *shape[axis + 1 :]) if axis else shape
 
 
-def _along(inner: ReadyCall, axis: int, given: tuple[int, ...], result: tuple[int, ...], dtype: Any) -> ReadyCall:
-    front = (axis, *(dim for dim in range(len(given)) if dim != axis))
-    back = (*range(1, axis + 1), 0, *range(axis + 1, len(given)))
+def _along(inner: ReadyCall, axis: int, shape: tuple[int, ...], result: tuple[int, ...], dtype: Any) -> ReadyCall:
+    front = (axis, *(dim for dim in range(len(shape)) if dim != axis))
+    back = (*range(1, axis + 1), 0, *range(axis + 1, len(shape)))
     contiguous, ndarray = np.ascontiguousarray, np.ndarray
 
     def ready(x: Any, out: Any) -> Any:
         if type(x) is not ndarray or (out is not None and not fits(out, result, dtype)):
             return NotImplemented
-        made = inner(contiguous(x.transpose(front)), None)
-        if made is NotImplemented:
-            return made
+        moved = inner(contiguous(x.transpose(front)), None)
+        if moved is NotImplemented:
+            return moved
         if out is None:
-            return contiguous(made.transpose(back))
-        out[...] = made.transpose(back)
+            return contiguous(moved.transpose(back))
+        out[...] = moved.transpose(back)
         return out
 
     return ready
 
 
-def _of_tensors(inner: ReadyCall, call: Call, given: tuple[int, ...], by_place: bool) -> ReadyCall:
+def _of_tensors(inner: ReadyCall, call: Call, shape: tuple[int, ...], by_place: bool) -> ReadyCall:
     """A tensor as an array over its address. That is all a call needs while its caller holds the tensor, and takes a
     tenth of the time of `tensor.detach().numpy()`, which would cost as much as the rest of a small call.
 
@@ -76,8 +76,8 @@ def _of_tensors(inner: ReadyCall, call: Call, given: tuple[int, ...], by_place: 
     tensor, parameter, strided = torch.Tensor, torch.nn.Parameter, torch.strided
     carrier, result, dtype, empty = call.like.carrier, call.shape, getattr(torch, call.like.dtype), torch.empty
     kept = 0 if by_place else _KEPT
-    here, there = _arrays(given, carrier, kept), _arrays(result, carrier, kept)
-    is_complex, same_shape, empty_like = carrier.kind == "c", given == result, torch.empty_like
+    here, there = _arrays(shape, carrier, kept), _arrays(result, carrier, kept)
+    is_complex, same_shape, empty_like = carrier.kind == "c", shape == result, torch.empty_like
 
     def is_plain(x: Any) -> bool:
         kind = type(x)
@@ -98,8 +98,8 @@ def _of_tensors(inner: ReadyCall, call: Call, given: tuple[int, ...], by_place: 
             array, target = here(x.data_ptr()), there(out.data_ptr())
         except RuntimeError:  # a tensor of torch.func, which has no memory of its own
             return NotImplemented
-        made = inner(array, target)
-        return out if made is not NotImplemented else made
+        answer = inner(array, target)
+        return out if answer is not NotImplemented else answer
 
     return ready
 
@@ -113,11 +113,11 @@ def _arrays(shape: tuple[int, ...], dtype: np.dtype[Any], most: int) -> Callable
         try:
             return kept[address]
         except KeyError:
-            made: Array = np.ndarray(shape, dtype, memory(address))
+            view: Array = np.ndarray(shape, dtype, memory(address))
             if most:
                 if len(kept) == most:
                     kept.clear()
-                kept[address] = made
-            return made
+                kept[address] = view
+            return view
 
     return at

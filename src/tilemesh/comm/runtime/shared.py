@@ -58,7 +58,7 @@ class ArenaProgram:
         self.code = [binding.instructions(half) for half in range(2)]
 
     def steps(
-        self, given: Array, data: Array, stopwatch: Stopwatch | None = None, *, is_met: bool = False
+        self, inputs: Array, data: Array, stopwatch: Stopwatch | None = None, *, is_met: bool = False
     ) -> Iterator[Token]:
         """Carry the program out. `is_met`: the ranks have just met, so its first meeting is behind it."""
         half = self.arena.half() if self.uses_stage else 0
@@ -70,11 +70,11 @@ class ArenaProgram:
                     yield from met(self.arena)
                 is_met = False
             else:
-                self._do(code, into, origin, given, data)
+                self._do(code, into, origin, inputs, data)
         if stopwatch is not None:
             stopwatch.begin(None)
 
-    def run(self, given: Array, data: Array, *, is_met: bool = False) -> None:
+    def run(self, inputs: Array, data: Array, *, is_met: bool = False) -> None:
         """The same, blocking."""
         meet, do = self.arena.flags.meet, self._do
         for code, into, origin in self.code[self.arena.half() if self.uses_stage else 0]:
@@ -83,11 +83,11 @@ class ArenaProgram:
                     meet()
                 is_met = False
             else:
-                do(code, into, origin, given, data)
+                do(code, into, origin, inputs, data)
 
-    def _do(self, code: int, into: Any, origin: Any, given: Array, data: Array) -> None:
+    def _do(self, code: int, into: Any, origin: Any, inputs: Array, data: Array) -> None:
         if code == PUT:
-            into[:] = given if origin is None else given[origin]
+            into[:] = inputs if origin is None else inputs[origin]
         elif code == GET:
             target = data if into is None else data[into]
             (target if origin.ndim == 1 else target.reshape(origin.shape))[:] = origin
@@ -97,9 +97,9 @@ class ArenaProgram:
             self.reducer(into, origin)  # type: ignore[misc]
         elif code == ADD_TO_OWN:
             part, others = origin
-            self.reducer(into, [given if part is None else given[part], *others])  # type: ignore[misc]
+            self.reducer(into, [inputs if part is None else inputs[part], *others])  # type: ignore[misc]
         else:
-            target, source = data if into is None else data[into], given if origin is None else given[origin]
+            target, source = data if into is None else data[into], inputs if origin is None else inputs[origin]
             if target.__array_interface__["data"] != source.__array_interface__["data"]:
                 target[:] = source
 
@@ -154,12 +154,12 @@ class ByLast:
         self.result = result
 
     def steps(
-        self, given: Array, data: Array, stopwatch: Stopwatch | None = None, *, is_met: bool = False
+        self, inputs: Array, data: Array, stopwatch: Stopwatch | None = None, *, is_met: bool = False
     ) -> Iterator[Token]:
         flags, half = self.arena.flags, self.arena.half()
         begin = _ignored if stopwatch is None else stopwatch.begin
         begin("copy")
-        self.mine[half][:] = given
+        self.mine[half][:] = inputs
         begin("wait")
         if flags.is_last():
             if flags.differs():
@@ -179,8 +179,8 @@ class ByLast:
         self.add_up[half](self.own[half])
         self.arena.flags.publish()
 
-    def run(self, given: Array, data: Array, *, is_met: bool = False) -> None:
-        for token in self.steps(given, data):
+    def run(self, inputs: Array, data: Array, *, is_met: bool = False) -> None:
+        for token in self.steps(inputs, data):
             token.wait()
 
 

@@ -18,9 +18,9 @@ import numpy as np
 
 from tilemesh.comm.runtime.arena import Arena, ArenaTurn, met
 from tilemesh.comm.runtime.arithmetic import ufunc_of
-from tilemesh.comm.runtime.asked import Call
+from tilemesh.comm.runtime.call_parts import Call
 from tilemesh.comm.runtime.choose import Choice
-from tilemesh.comm.runtime.flags import NOTHING_ASKED, SOURCE, TARGET, WORDS, CallDigest
+from tilemesh.comm.runtime.flags import NO_CALL, SOURCE, TARGET, WORDS, CallDigest
 from tilemesh.comm.runtime.lower import Program, ProgramKey
 from tilemesh.comm.runtime.memory import same_start
 from tilemesh.comm.runtime.native import native_steps
@@ -49,7 +49,7 @@ class SharedCall:
     lo: int
     direct: str | None = None
     natively: Callable[[Array, Array], Iterator[Token]] | None = None
-    asked: CallDigest = NOTHING_ASKED
+    digest: CallDigest = NO_CALL
 
 
 class Sharing:
@@ -65,38 +65,38 @@ class Sharing:
     def call(self, call: Call, choice: Choice) -> SharedCall:
         """What all calls like this one have in common."""
 
-        def natively(given: Array, result: Array) -> Iterator[Token]:
-            return native_steps(self.transport, call, given, result, self.stopwatch)
+        def natively(inputs: Array, result: Array) -> Iterator[Token]:
+            return native_steps(self.transport, call, inputs, result, self.stopwatch)
 
         name = choice.algorithm
         begins_at = call.begins_at(self.transport.rank)
-        return SharedCall(call.key(name), begins_at, choice.direct, natively if name == "native" else None, call.asked)
+        return SharedCall(call.key(name), begins_at, choice.direct, natively if name == "native" else None, call.digest)
 
-    def steps(self, call: SharedCall, given: Array, data: Array) -> Iterator[Token]:
+    def steps(self, call: SharedCall, inputs: Array, data: Array) -> Iterator[Token]:
         """The call's steps; its turn is taken now."""
-        return self._steps(self.arena.turn(), call, given, data)
+        return self._steps(self.arena.turn(), call, inputs, data)
 
     def repeated(self, call: SharedCall) -> RepeatedShared:
         """The same, blocking, for calls like this one; only when nothing is under way."""
         return RepeatedShared(self, call)
 
-    def _steps(self, turn: int, call: SharedCall, given: Array, data: Array) -> Iterator[Token]:
+    def _steps(self, turn: int, call: SharedCall, inputs: Array, data: Array) -> Iterator[Token]:
         arena = self.arena
 
         def steps() -> Iterator[Token]:
             # Where the arrays of a single rank lie does not matter.
             if arena.ranks > 1 and (is_direct(call.key.algorithm) or (call.direct is not None and arena.live)):
-                return self._agreed(call, given, data)
-            return self._otherwise(call, given, data)
+                return self._agreed(call, inputs, data)
+            return self._otherwise(call, inputs, data)
 
-        return self._in_turn(turn, call.asked, steps)
+        return self._in_turn(turn, call.digest, steps)
 
-    def _in_turn(self, turn: int, asked: CallDigest, steps: Callable[[], Iterator[Token]]) -> Iterator[Token]:
+    def _in_turn(self, turn: int, digest: CallDigest, steps: Callable[[], Iterator[Token]]) -> Iterator[Token]:
         """The steps of one call, made when those before it are through. `asked`: its mark is in this rank's flag."""
         arena = self.arena
         if arena.done != turn - 1:
             yield ArenaTurn(arena, turn)
-        arena.flags.asked = asked
+        arena.flags.digest = digest
         try:
             yield from steps()
         except UsageError:  # on every rank alike: this call is over, and those after it have their turn
@@ -104,27 +104,27 @@ class Sharing:
             raise
         arena.done = turn
 
-    def compare(self, asked: CallDigest) -> Iterator[Token]:
+    def compare(self, digest: CallDigest) -> Iterator[Token]:
         """Steps of a meeting in which the ranks find out whether they make the same call; its turn is taken now."""
-        return self._in_turn(self.arena.turn(), asked, lambda: met(self.arena))
+        return self._in_turn(self.arena.turn(), digest, lambda: met(self.arena))
 
-    def _otherwise(self, call: SharedCall, given: Array, data: Array) -> Iterator[Token]:
+    def _otherwise(self, call: SharedCall, inputs: Array, data: Array) -> Iterator[Token]:
         if call.natively is not None:
-            return call.natively(given, data)
-        return self._staged(call.key, given, data, call.lo)
+            return call.natively(inputs, data)
+        return self._staged(call.key, inputs, data, call.lo)
 
-    def _staged(self, key: ProgramKey, given: Array, data: Array, lo: int) -> Iterator[Token]:
+    def _staged(self, key: ProgramKey, inputs: Array, data: Array, lo: int) -> Iterator[Token]:
         bound = self.bound(key, lo)
-        in_place = key.collective in _SEGMENT_BY_SEGMENT and same_start(given, data)
-        if bound.meets > 1 and not in_place and np.may_share_memory(given, data):
-            given = given.copy()  # the result grows while later segments are still to be put on the stage
-        yield from bound.steps(given, data, self.stopwatch)
+        in_place = key.collective in _SEGMENT_BY_SEGMENT and same_start(inputs, data)
+        if bound.meets > 1 and not in_place and np.may_share_memory(inputs, data):
+            inputs = inputs.copy()  # the result grows while later segments are still to be put on the stage
+        yield from bound.steps(inputs, data, self.stopwatch)
 
-    def _agreed(self, call: SharedCall, given: Array, data: Array) -> Iterator[Token]:
+    def _agreed(self, call: SharedCall, inputs: Array, data: Array) -> Iterator[Token]:
         """Tell the others where this rank's arrays lie, and go the way that is open to all."""
         arena, flags, key = self.arena, self.arena.flags, call.key
-        source, target = self._place(given, 1), self._place(data, 2)
-        if np.may_share_memory(given, data) and not self._harmless(key, source, target):
+        source, target = self._place(inputs, 1), self._place(data, 2)
+        if np.may_share_memory(inputs, data) and not self._harmless(key, source, target):
             source = _OVERLAPS
         flags.put(SOURCE, source)
         flags.put(TARGET, target)
@@ -135,16 +135,16 @@ class Sharing:
             key = key._replace(algorithm=name)
             bound = self.bound(key, call.lo, places)
             assert isinstance(bound, ArenaProgram)
-            yield from bound.steps(given, data, self.stopwatch, is_met=arena.ranks > 1)
+            yield from bound.steps(inputs, data, self.stopwatch, is_met=arena.ranks > 1)
             return
-        yield from self._refused(call, places, given, data)
+        yield from self._refused(call, places, inputs, data)
 
-    def _refused(self, call: SharedCall, places: Places, given: Array, data: Array) -> Iterator[Token]:
+    def _refused(self, call: SharedCall, places: Places, inputs: Array, data: Array) -> Iterator[Token]:
         """Not every rank's arrays lie there."""
         yield from met(self.arena)  # the places must not change while somebody still looks at them
         if is_direct(call.key.algorithm):
             raise UsageError(_why(call.key, places))
-        yield from self._otherwise(call, given, data)
+        yield from self._otherwise(call, inputs, data)
 
     def _harmless(self, key: ProgramKey, source: int, target: int) -> bool:
         """Whether the input lies in the result where it will be, so that overwriting it changes nothing too early."""
@@ -197,17 +197,17 @@ class Sharing:
         return self.arena.offset_of(array.__array_interface__["data"][0], array.nbytes) if array.size else of_nothing
 
     def empty(
-        self, shape: tuple[int, ...], carrier: np.dtype[Any], asked: CallDigest
+        self, shape: tuple[int, ...], carrier: np.dtype[Any], digest: CallDigest
     ) -> tuple[Iterator[Token], list[Array]]:
         """The steps of an allocation, and the list into which they put the array."""
-        turn, made = self.arena.turn(), []
+        turn, arrays = self.arena.turn(), []
         nbytes = math.prod(shape) * carrier.itemsize
 
         def steps() -> Iterator[Token]:
             block = yield from self.arena.allocate(nbytes)
-            made.append(block.view(carrier).reshape(shape))
+            arrays.append(block.view(carrier).reshape(shape))
 
-        return self._in_turn(turn, asked, steps), made
+        return self._in_turn(turn, digest, steps), arrays
 
 
 class RepeatedShared:
@@ -222,28 +222,28 @@ class RepeatedShared:
         self.told = [flags.words[word : flags.ranks * WORDS : WORDS] for word in (SOURCE, TARGET)]
         self.ways: dict[tuple[bytes, bytes], ArenaProgram | Fixed | None] = {}
 
-    def run(self, given: Array, data: Array) -> None:
+    def run(self, inputs: Array, data: Array) -> None:
         arena, staged = self.sharing.arena, self.staged
         if self.wanted is None or not arena.live:
-            if staged is not None and (staged.meets == 1 or not np.may_share_memory(given, data)):
-                staged.run(given, data)
+            if staged is not None and (staged.meets == 1 or not np.may_share_memory(inputs, data)):
+                staged.run(inputs, data)
                 return
-        elif not np.may_share_memory(given, data):
-            way = self.agreed(self.sharing._place(given, 1), self.sharing._place(data, 2))
+        elif not np.may_share_memory(inputs, data):
+            way = self.agreed(self.sharing._place(inputs, 1), self.sharing._place(data, 2))
             if isinstance(way, list):
                 for step in way:
                     step()
             else:
-                self.otherwise(way, given, data)
+                self.otherwise(way, inputs, data)
             return
-        for token in self.sharing.steps(self.call, given, data):
+        for token in self.sharing.steps(self.call, inputs, data):
             token.wait()
 
-    def places(self, given: Array, data: Array) -> tuple[int, int] | None:
+    def places(self, inputs: Array, data: Array) -> tuple[int, int] | None:
         """What `agreed` is to tell of the arrays of a call: where they lie in the arena. None: they overlap."""
-        if self.wanted is None or np.may_share_memory(given, data):
+        if self.wanted is None or np.may_share_memory(inputs, data):
             return None
-        return self.sharing._place(given, 1), self.sharing._place(data, 2)
+        return self.sharing._place(inputs, 1), self.sharing._place(data, 2)
 
     def agreed(self, source: int, target: int) -> ArenaProgram | Fixed | None:
         """Tell the others where this rank's arrays lie; what is to be done if the direct way is open to all."""
@@ -252,19 +252,19 @@ class RepeatedShared:
         words[mine + SOURCE] = source
         words[mine + TARGET] = target
         flags.meet()
-        told = sources.tobytes(), targets.tobytes()
+        places = sources.tobytes(), targets.tobytes()
         try:
-            return self.ways[told]
+            return self.ways[places]
         except KeyError:
-            way = self._way(told)
+            way = self._way(places)
             if len(self.ways) > KEPT:
                 self.ways.clear()
-            self.ways[told] = way
+            self.ways[places] = way
             return way
 
-    def _way(self, told: tuple[bytes, bytes]) -> ArenaProgram | Fixed | None:
+    def _way(self, words: tuple[bytes, bytes]) -> ArenaProgram | Fixed | None:
         key = self.call.key
-        sources, targets = (memoryview(words).cast("Q").tolist() for words in told)
+        sources, targets = (memoryview(side).cast("Q").tolist() for side in words)
         places = tuple(zip(sources, targets, strict=True))
         name = self.sharing._way(key, places, self.wanted)
         if name is None:
@@ -273,17 +273,17 @@ class RepeatedShared:
         assert isinstance(bound, ArenaProgram)
         return bound if bound.uses_stage or not targets[self.flags.rank] else bound.fixed()
 
-    def otherwise(self, way: ArenaProgram | None, given: Array, data: Array) -> None:
+    def otherwise(self, way: ArenaProgram | None, inputs: Array, data: Array) -> None:
         """What was agreed on goes over the stage, or writes elsewhere; or (None) the direct way is not open to all."""
         if way is not None:
-            way.run(given, data, is_met=True)
+            way.run(inputs, data, is_met=True)
         elif self.staged is not None:  # the same as `Sharing._refused`
             self.flags.meet()
-            self.staged.run(given, data)
+            self.staged.run(inputs, data)
         else:
             sources, targets = (words.tolist() for words in self.told)
             places = tuple(zip(sources, targets, strict=True))
-            for token in self.sharing._refused(self.call, places, given, data):
+            for token in self.sharing._refused(self.call, places, inputs, data):
                 token.wait()
 
 

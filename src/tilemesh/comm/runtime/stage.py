@@ -93,8 +93,8 @@ class StageBinding:
 
     def _part(self, span: MemorySpan) -> Part:
         base, length = (0, self.lengths[0]) if span.space == INPUT else (self.lo, self.lengths[1])
-        whole = span.lo == base and span.hi == base + length
-        return None if whole else slice(span.lo - base, span.hi - base)
+        is_whole = span.lo == base and span.hi == base + length
+        return None if is_whole else slice(span.lo - base, span.hi - base)
 
     def _there(self, span: MemorySpan, peer: int, half: int) -> Array:
         """A view of the arena: on a stage, or in somebody's array."""

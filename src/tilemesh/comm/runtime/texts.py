@@ -54,15 +54,15 @@ def _move(transport: Transport, text: str, to: Sequence[int], sources: Sequence[
     yield from _post(transport, {rank: mine[_BYTES:] for rank in to if mine.size > _BYTES}, rests, tag)
     texts = [text] * transport.size
     for rank, head in heads.items():
-        whole = np.concatenate([head, rests[rank]]) if rank in rests else head
-        texts[rank] = bytes(whole[_HEAD.size :][: lengths[rank]]).decode()
+        words = np.concatenate([head, rests[rank]]) if rank in rests else head
+        texts[rank] = bytes(words[_HEAD.size :][: lengths[rank]]).decode()
     return texts
 
 
 def _packed(raw: bytes) -> Bytes:
-    whole = np.zeros(max(_BYTES, _HEAD.size + len(raw)), np.uint8)
-    whole[: _HEAD.size + len(raw)] = np.frombuffer(_HEAD.pack(len(raw)) + raw, np.uint8)
-    return whole
+    words = np.zeros(max(_BYTES, _HEAD.size + len(raw)), np.uint8)
+    words[: _HEAD.size + len(raw)] = np.frombuffer(_HEAD.pack(len(raw)) + raw, np.uint8)
+    return words
 
 
 def _post(transport: Transport, sent: dict[int, Bytes], landing: dict[int, Bytes], tag: int) -> Steps[None]:
@@ -84,11 +84,11 @@ def compare_calls(
 ) -> Steps[None]:
     """Raise on every rank unless all make the same call. `sent`, `expected`: elements to and from each rank."""
     rows = [",".join(map(str, counts)) for counts in (sent, expected)]
-    told = [text.split("\n") for text in (yield from exchange(transport, "\n".join([call, *rows]), tag))]
-    calls = [row[0] for row in told]
+    rows_of_ranks = [text.split("\n") for text in (yield from exchange(transport, "\n".join([call, *rows]), tag))]
+    calls = [row[0] for row in rows_of_ranks]
     if len(set(calls)) > 1:
         raise UsageError(f"the ranks disagree: {_differences(calls, transport.names)}")
-    sends, receives = ([[int(n) for n in row[i].split(",") if n] for row in told] for i in (1, 2))
+    sends, receives = ([[int(n) for n in row[i].split(",") if n] for row in rows_of_ranks] for i in (1, 2))
     for source, row in enumerate(sends):
         for to, elements in enumerate(row):
             if receives[to][source] != elements:
@@ -124,9 +124,9 @@ def raise_differences(transport: Transport, call: str, tag: int) -> Steps[None]:
 def _differences(calls: Sequence[str], names: Sequence[int]) -> str:
     usual = Counter(calls).most_common(1)[0][0]
     others = [text for text in calls if text != usual]
-    told = list(zip(names, calls, strict=True))
-    odd = [f"rank {name} calls {_clipped(text, usual)}" for name, text in told if text != usual]
-    rest = [str(name) for name, text in told if text == usual]
+    named = list(zip(names, calls, strict=True))
+    odd = [f"rank {name} calls {_clipped(text, usual)}" for name, text in named if text != usual]
+    rest = [str(name) for name, text in named if text == usual]
     who = f"rank{'s' if len(rest) > 1 else ''} {', '.join(rest)} call{'' if len(rest) > 1 else 's'}"
     return f"{'; '.join(odd)}; {who} {_clipped(usual, others[0])}"
 

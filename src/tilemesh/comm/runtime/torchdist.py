@@ -197,9 +197,9 @@ class TorchTransport:
 
     def split(self, members: Sequence[int], label: str) -> TorchTransport:
         group = _new_group(label, members.index(self.rank), len(members), self.device is not None, self.timeout)
-        made = TorchTransport(group, self.device is not None, self.timeout)
-        made.staged_because = self.staged_because
-        return made
+        transport = TorchTransport(group, self.device is not None, self.timeout)
+        transport.staged_because = self.staged_because
+        return transport
 
     def close(self) -> None:
         if self.group is not dist.group.WORLD:  # without it torch has no groups at all: it goes when the process ends

@@ -30,14 +30,14 @@ def all_gather(ranks: int, root: int = 0) -> Schedule:
     def rounds() -> Iterator[Round]:
         zero, one = same(ranks, 0), same(ranks, 1)
         yield (copy(zero, INPUT, zero, TEMP, zero, one),)
-        held = 1
-        while held < ranks:
-            count = same(ranks, min(held, ranks - held))
+        count_here = 1
+        while count_here < ranks:
+            count = same(ranks, min(count_here, ranks - count_here))
             yield (
-                send(Shift(ranks, -held), zero, count, space=TEMP),
-                recv(Shift(ranks, held), same(ranks, held), count, space=TEMP),
+                send(Shift(ranks, -count_here), zero, count, space=TEMP),
+                recv(Shift(ranks, count_here), same(ranks, count_here), count, space=TEMP),
             )
-            held = min(2 * held, ranks)
+            count_here = min(2 * count_here, ranks)
         yield tuple(copy(zero, TEMP, same(ranks, i), DATA, Shift(ranks, i), one) for i in range(ranks))
 
     return Schedule("all_gather", "bruck", ranks, root, ranks, rounds, temp=ranks)

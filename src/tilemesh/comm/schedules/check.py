@@ -105,8 +105,8 @@ class _Proof:
         s = self.schedule
         self.slots.clear()
         for rank in range(self.ranks):
-            given = starts(s.collective, rank, s.root, self.ranks, s.chunks)
-            leaves = [who << self.above | label << self.ranks | 1 << who for label, who in given]
+            initial = starts(s.collective, rank, s.root, self.ranks, s.chunks)
+            leaves = [who << self.above | label << self.ranks | 1 << who for label, who in initial]
             self.slots.append((list(leaves), [None] * s.chunks, [None] * s.temp))
         self.half = 1 - self.half
         self.began = self.epoch[0]
@@ -244,17 +244,17 @@ class _Proof:
         row[slot] = value
 
     def combine(self, rank: int, space: int, slot: int, value: int) -> int:
-        held = self.get(rank, space, slot, rank)
+        node = self.get(rank, space, slot, rank)
         label = self.label(value)
-        if self.label(held) != label:
-            raise self.fail(rank, f"chunk {label} is added to chunk {self.label(held)}")
-        twice = held & value & self.everyone
+        if self.label(node) != label:
+            raise self.fail(rank, f"chunk {label} is added to chunk {self.label(node)}")
+        twice = node & value & self.everyone
         if twice and not self.is_idempotent:
             raise self.fail(rank, f"the contribution of rank {twice.bit_length() - 1} is counted twice in slot {slot}")
-        one, other = held >> self.above, value >> self.above
+        one, other = node >> self.above, value >> self.above
         pair = (one, other) if one < other else (other, one)
         tree = self.trees.setdefault(pair, self.ranks + len(self.trees))
-        return tree << self.above | label << self.ranks | (held | value) & self.everyone
+        return tree << self.above | label << self.ranks | (node | value) & self.everyone
 
     def label(self, value: int) -> int:
         return value >> self.ranks & self.labels

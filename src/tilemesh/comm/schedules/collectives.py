@@ -101,7 +101,7 @@ def layout(
     segments = max(1, chunks // ranks)
     data = tuple(size for block in sizes for size in cut(block, segments))
     if collective in ("all_gather", "gather"):
-        given = data[rank * segments : (rank + 1) * segments]
+        inputs = data[rank * segments : (rank + 1) * segments]
     else:
-        given = data if collective == "reduce_scatter" or rank == root else ()
-    return Layout(given, data, max(data, default=0))
+        inputs = data if collective == "reduce_scatter" or rank == root else ()
+    return Layout(inputs, data, max(data, default=0))

@@ -144,12 +144,12 @@ def all_reduce_slices(ranks: int, root: int = 0, segments: int = 1) -> Schedule:
     """
     if ranks == 1:
         return _alone("all_reduce", "flat_slices", root, segments)
-    one, whole, me = same(ranks, 1), same(ranks, ranks), Shift(ranks)
+    one, all_of_it, me = same(ranks, 1), same(ranks, ranks), Shift(ranks)
 
     def put(k: int) -> list[RoundStep]:
         first, slot = k * ranks, k % 2 * ranks
         if segments == 1:
-            return [copy(me, INPUT, same(ranks, first), TEMP, same(ranks, slot), whole)]
+            return [copy(me, INPUT, same(ranks, first), TEMP, same(ranks, slot), all_of_it)]
         others = [(Shift(ranks, j, 1, first), Shift(ranks, j, 1, slot)) for j in range(1, ranks)]
         return [copy(me, INPUT, at, TEMP, place, one) for at, place in others]
 
@@ -277,7 +277,7 @@ def _by_one(
     root: int,
     segments: int,
     chunks: int,
-    whole: Callable[[int], Vector] | None,
+    length: Callable[[int], Vector] | None,
     slots: int,
 ) -> Schedule:
     """`slots`: of one segment. Those of the result lie behind those of the inputs."""
@@ -286,8 +286,8 @@ def _by_one(
     count, first = same(ranks, slots), slots * min(2, segments)
 
     def put(k: int) -> list[RoundStep]:
-        if whole is not None or segments == 1:
-            source = same(ranks, k) if whole is not None else same(ranks, 0)
+        if length is not None or segments == 1:
+            source = same(ranks, k) if length is not None else same(ranks, 0)
             return [copy(Shift(ranks), INPUT, source, TEMP, same(ranks, k % 2 * slots), count)]
         return _put_all(ranks, segments)(k)
 
@@ -299,8 +299,8 @@ def _by_one(
         ]
 
     def get(k: int) -> list[RoundStep]:
-        if whole is not None:
-            return [read(same(ranks, 0), TEMP, same(ranks, first), whole(k), same(ranks, 1))]
+        if length is not None:
+            return [read(same(ranks, 0), TEMP, same(ranks, first), length(k), same(ranks, 1))]
         mine = Shift(ranks, 0, 1, first)
         return [read(same(ranks, 0), TEMP, mine, Shift(ranks, 0, segments, k), same(ranks, 1))]
 
@@ -348,8 +348,8 @@ def _put_all(ranks: int, segments: int) -> Callable[[int], list[RoundStep]]:
 
 def _read_results(ranks: int, first: int, slot: int) -> list[RoundStep]:
     """Everybody's reduced slice, each at its place in the segment that begins with chunk `first`."""
-    one, held = same(ranks, 1), same(ranks, slot)
-    return [read(Shift(ranks, k), TEMP, held, Shift(ranks, k, 1, first), one) for k in range(ranks)]
+    one, place = same(ranks, 1), same(ranks, slot)
+    return [read(Shift(ranks, k), TEMP, place, Shift(ranks, k, 1, first), one) for k in range(ranks)]
 
 
 def _stage(ranks: int, at: Vector, slot: Vector, who: Vector | None = None) -> RoundStep:

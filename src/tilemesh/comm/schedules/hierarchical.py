@@ -82,11 +82,11 @@ def all_reduce(ranks: int, root: int = 0, node_size: int = NODE_SIZE) -> Schedul
 def _inside(ranks: int, size: int, *, first: int, reduce: bool) -> Iterator[Round]:
     """A lap of the ring inside each node: the slice of the rank `first` places on goes to the next rank, and so on."""
     count = ranks // size
-    whole = same(ranks, count)
+    length = same(ranks, count)
     to, source = (Grid(ranks, size, 1, step, size) for step in (1, -1))
     for k in range(size - 1):
         leaves, arrives = (Grid(ranks, size, count, first - k - later) for later in (0, 1))
-        yield (send(to, leaves, whole), recv(source, arrives, whole, reduce=reduce))
+        yield (send(to, leaves, length), recv(source, arrives, length, reduce=reduce))
 
 
 def _between(ranks: int, size: int, *, first: int, reduce: bool) -> Iterator[Round]:

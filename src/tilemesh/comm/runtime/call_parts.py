@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from tilemesh.comm.runtime.arithmetic import WIDENED
 from tilemesh.comm.runtime.choose import Choice
-from tilemesh.comm.runtime.flags import NOTHING_ASKED, CallDigest
+from tilemesh.comm.runtime.flags import NO_CALL, CallDigest
 from tilemesh.comm.runtime.lower import ProgramKey
 from tilemesh.comm.runtime.memory import Like
 from tilemesh.comm.runtime.transport import Array
@@ -32,7 +32,7 @@ class Call(NamedTuple):
     axis: int = 0
     out: Any = None
     private: bool = False
-    asked: CallDigest = NOTHING_ASKED  # for the other ranks to compare with their own call
+    digest: CallDigest = NO_CALL  # for the other ranks to compare with their own call
 
     @property
     def wire(self) -> Like:
