@@ -61,10 +61,10 @@ class _Call(NamedTuple):
         return _Call(*(tensor.to(device, non_blocking=True) for tensor in tensors))
 
     def attend(self, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, window: int, cap: float) -> Tensor:
-        q = q_THE[self.own_SA].transpose(1, 2)
-        k, v = (x[self.keys_SK].transpose(1, 2) for x in (k_TKE, v_TKE))
+        pairs = ((q_THE, self.own_SA), (k_TKE, self.keys_SK), (v_TKE, self.keys_SK))  # gradients add whole rows
+        q, k, v = (x.index_select(0, at.flatten()).view(*at.shape, *x.shape[1:]).transpose(1, 2) for x, at in pairs)
         if q.is_cuda and q.shape[1] != k.shape[1]:  # the kernel that takes a mask takes no groups of heads
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         mask_SAK = self.mask_SAK & (self.away_SAK < window) if window else self.mask_SAK
         y = attend_masked(q, k, v, mask_SAK[:, None], cap=cap)
-        return y.transpose(1, 2).flatten(0, 1)[self.kept_N]
+        return y.transpose(1, 2).flatten(0, 1).index_select(0, self.kept_N)

@@ -62,27 +62,27 @@ def whole_answers(
     engine: PromptTaker, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]
 ) -> Iterator[Completion]:
     """The completions of these prompts, in their order; leaving early aborts the rest."""
-    # Numbers of prompts of which an answer has ended. Ctrl-C may come while `get` waits: queue.Queue may then release a
-    # lock that it does not hold.
+    # Prompts whose answers have ended. On Ctrl-C in `get` a queue.Queue may release a lock that it does not hold.
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
     left: dict[int, int] = {}
     jobs: list[PromptJob] = []
     heard: dict[int, list[AnswerPart]] = {}
-    given = 0
 
     def ask_next() -> bool:
         number, own = len(jobs), list[AnswerPart]()
 
         def tell(part: AnswerPart) -> None:
             own.append(part)
-            if part.finish is not None:  # nobody is woken before
+            left[number] -= part.finish is not None
+            if not left[number]:  # nobody is woken before
                 ended.put(number)
 
+        heard[number], left[number] = own, samplings[number].n
         try:
             jobs.append(engine.submit(prompts[number], samplings[number], tell, whole=True))
         except QueueFullError:
+            del left[number]
             return False
-        heard[number], left[number] = own, samplings[number].n
         return True
 
     try:
@@ -94,11 +94,10 @@ def whole_answers(
                 if number not in left:  # others fill the engine, and nothing of ours is under way
                     time.sleep(_RETRY_S)
                 else:
-                    left[ended.get()] -= 1
-            given = number + 1
+                    ended.get()
             yield collect(jobs[number], heard.pop(number))
     finally:
-        for job in jobs[given:]:
+        for job in (job for number, job in enumerate(jobs) if left[number]):
             engine.abort(job)
 
 
