@@ -76,7 +76,7 @@ STRICTER = {
 }
 # The most lines that a room may have: raised only in the commit that adds a named capability. `make size` prints them.
 MOST_LINES = {
-    "core": 8_766,
+    "core": 8_786,
     "measure": 3_052,
     "launch": 2_140,
     "runs": 2_173,
@@ -84,12 +84,12 @@ MOST_LINES = {
     "kernels": 20_380,
     "comm": 11_343,
     "graph": 9_541,
-    "model": 10_659,
-    "plan": 8_579,
-    "parallel": 10_098,
+    "model": 10_667,
+    "plan": 8_584,
+    "parallel": 10_129,
     "methods": 1_978,
     "compress": 1_820,
-    "train": 8_902,
+    "train": 8_913,
     "serve": 9_831,
     "align": 3_662,
     "report": 6_317,

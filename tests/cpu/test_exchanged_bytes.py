@@ -219,6 +219,10 @@ def test_what_ranks_that_share_sequences_exchange_is_what_the_formulas_say(
         ({"dp": 2, "ep": 4, "cp": 2, "zero": 1}, "fp32"),
         ({"ep": 2, "cp": 4, "zero": 1}, "fp32"),
         ({"dp": 2, "ep": 2, "pp": 2, "accumulation": 4}, "fp32"),
+        ({"tp": 2, "ep": 2, "expert_tp": 1, "sequence_parallel": True, "recompute": "full"}, "fp32"),
+        ({"dp": 2, "tp": 2, "ep": 4, "expert_tp": 1, "sequence_parallel": True, "zero": 1}, "bf16"),
+        ({"dp": 2, "tp": 2, "ep": 2, "expert_tp": 1, "sequence_parallel": True, "zero": 3}, "fp32"),
+        ({"tp": 4, "ep": 2, "expert_tp": 1, "sequence_parallel": True}, "fp32"),
     ],
     ids=str,
 )

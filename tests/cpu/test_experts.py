@@ -467,7 +467,9 @@ def test_runs_with_experts_shared_out_go_on_in_any_layout(tmp_path: Path) -> Non
     assert losses(tmp_path / "folded", folded, ("dp=1", "")) == pytest.approx(alone, rel=1e-10)
     piped = ("dp=2,ep=2,pp=2", "plan.accumulation=2,plan.microbatch=2")
     assert losses(tmp_path / "piped", piped, ("tp=2", "")) == pytest.approx(alone, rel=1e-10)
-    assert losses(tmp_path / "apart", ("tp=2", ""), piped) == pytest.approx(alone, rel=1e-10)
+    whole = ("dp=2,tp=2,ep=4", "plan.expert_tp=1,plan.sequence_parallel=true,plan.zero=1")
+    assert losses(tmp_path / "apart", ("tp=2", ""), whole) == pytest.approx(alone, rel=1e-10)
+    assert losses(tmp_path / "whole", whole, piped) == pytest.approx(alone, rel=1e-10)
 
 
 def test_experts_that_begin_as_copies_of_an_mlp_have_its_first_loss(tmp_path: Path) -> None:

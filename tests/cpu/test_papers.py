@@ -58,7 +58,7 @@ def test_documents_packed_into_a_sequence_are_the_papers_one_by_one(name: str) -
 
 def test_every_family_and_every_setting_is_among_them() -> None:
     assert {family_of(config.replace(family=config.family or name)) for name, config in PAPERS.items()
-            if name not in ("post", "llama3", "yarn", "neox")} == {*FAMILIES}  # fmt: skip
+            if name not in ("post", "llama3", "yarn", "neox", "dropped")} == {*FAMILIES}  # fmt: skip
     for field in dataclasses.fields(ModelConfig):
         values = {getattr(config, field.name) for config in PAPERS.values()}
         choices = {
@@ -93,7 +93,7 @@ def test_scaled_waves_are_shorter_longer_and_in_between() -> None:
 def test_the_reference_shares_no_line_with_the_model() -> None:
     """And is short enough to be read beside the papers."""
     source = inspect.getsource(papers)
-    assert len(source.splitlines()) <= 280
+    assert len(source.splitlines()) <= 300
     assert re.findall(r"^(?:from|import) (tilemesh\S*)", source, re.M) == ["tilemesh.model.config"]
 
     def lines(text: str) -> set[str]:

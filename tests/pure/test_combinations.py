@@ -19,7 +19,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "parallel" / "combinations.md"
 GRAPH = "train.graph=true,train.device=auto,"
 BEYOND_PAIRS = (
     "plan.zero=1", "plan.dp=2,plan.zero_group=2", "plan.dp=4,plan.zero=1,plan.zero_group=3",
-    "plan.tp=2,plan.sequence_parallel=true,plan.expert_tp=1",
+    "plan.tp=4,plan.sequence_parallel=true,plan.expert_tp=2",
     "model.experts=6,plan.dp=4,plan.ep=3", "model.experts=4,plan.dp=4,plan.ep=4,plan.zero=1,plan.zero_group=2",
     "plan.recompute=operators,plan.recompute_every=2", "plan.pp=2,plan.recompute_stages=[0]",
     "plan.pp=2,plan.recompute=full,plan.recompute_stages=[0,2]",

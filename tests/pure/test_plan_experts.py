@@ -199,7 +199,8 @@ def test_experts_that_tp_does_not_share_take_their_own_tokens() -> None:
     assert alone.memory.weights_bytes == shared.memory.weights_bytes
     assert alone.traffic["ep"] == pytest.approx(shared.traffic["ep"] / 2 * (31 / 32) / (15 / 16), rel=1e-5)
     assert alone.traffic["tp"] < 0.6 * shared.traffic["tp"]
-    assert not is_runnable(plan(dp=32, ep=32, tp=2, sequence_parallel=True, expert_tp=1))
+    assert is_runnable(plan(dp=32, ep=32, tp=2, sequence_parallel=True, expert_tp=1))
+    assert not is_runnable(plan(dp=16, ep=32, tp=4, sequence_parallel=True, expert_tp=2))
     words = why_not(QWEN, plan(dp=4, tp=2, expert_tp=1, ep=2))
     assert words == "expert_tp is 1 and tp 2: each rank routes its own tokens; set sequence_parallel"
     assert "dp 4 do not make up groups" in (why_not(QWEN, plan(dp=4, ep=8)) or "")

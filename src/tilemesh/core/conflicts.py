@@ -147,6 +147,11 @@ def _without(offload: str) -> Callable[[ParallelPlan], str]:
     return lambda plan: "offload=" + "+".join(name for name in plan.offloads if name != offload)
 
 
+def _expert_ranks(plan: ParallelPlan) -> int:
+    """That may hold different experts."""
+    return plan.replicas * plan.tp // plan.ranks_per_expert
+
+
 def _spread_over_dp(plan: ParallelPlan) -> int:
     return dict(plan.expert_spread).get("dp", 1)
 
@@ -154,19 +159,20 @@ def _spread_over_dp(plan: ParallelPlan) -> int:
 PLAN_CONFLICTS: tuple[Conflict[ParallelPlan], ...] = (
     row(
         "ep dp",
-        lambda plan: plan.replicas % plan.ep > 0,
-        "replicas share out experts in groups of ep, which must make up dp x cp",
-        lambda plan: f"ep={math.gcd(plan.ep, plan.replicas)}",
+        lambda plan: _expert_ranks(plan) % plan.ep > 0,
+        "replicas share out experts in groups of ep, which must make up dp x cp (and tp, with expert_tp=1)",
+        lambda plan: f"ep={math.gcd(plan.ep, _expert_ranks(plan))}",
     ),
     row(
         "expert_tp tp",
-        lambda plan: plan.expert_tp not in (0, plan.tp),
-        "here tp shares experts' matrices as it does all others; fewer ranks for each are predicted only",
-        "expert_tp=0",
+        lambda plan: plan.expert_tp not in (0, 1, plan.tp),
+        "a rank here has a part of each of its experts' matrices, as of others, or whole ones; groups of some ranks of "
+        "tp for each are predicted only",
+        "expert_tp=1 or expert_tp=0",
     ),
     row(
         "ep zero_group",
-        lambda plan: plan.replicas % plan.ep == 0 and plan.zero_group % _spread_over_dp(plan) > 0,
+        lambda plan: _expert_ranks(plan) % plan.ep == 0 and plan.zero_group % _spread_over_dp(plan) > 0,
         "a group that cuts rows must hold all experts",
         lambda plan: f"zero_group={-(-plan.zero_group // _spread_over_dp(plan)) * _spread_over_dp(plan)}",
     ),

@@ -61,10 +61,10 @@ class ModelPlacement:
     """Pipeline parallelism: stages, each with a part of the layers."""
     ep: Count = 1
     """Expert parallelism: so many of the dp x cp replicas, neighbours, share out the experts of every layer among
-    them."""
+    them; with expert_tp=1 of the dp x cp x tp ranks."""
     expert_tp: CountOrNone = 0
-    """Ranks of tp that share each expert's matrices; 0: all, as of any other matrix. With fewer, replicas and ranks of
-    tp together share out the experts (predicted only)."""
+    """Ranks of tp that share each expert's matrices; 0: all, as of any other matrix. 1: none; each rank routes its own
+    tokens (sequence_parallel), and replicas and ranks of tp together share out the experts. Others: predicted only."""
     cp: Count = 1
     """Context parallelism: ranks that share each sequence, of whose tokens each has an early and a late part."""
     cp_exchange: ContextExchange = "ring"
@@ -102,10 +102,20 @@ class ModelPlacement:
         return self.expert_tp or self.tp
 
     @property
+    def routes_apart(self) -> bool:
+        """Whether ranks of tp route tokens of their own, to experts that tp does not cut as it does other matrices."""
+        return self.ranks_per_expert < self.tp
+
+    @property
     def expert_spread(self) -> tuple[tuple[str, int], ...]:
-        """Along which axes, and among how many ranks, experts are shared out: cp first, whose ranks are nearer."""
-        along_cp = math.gcd(self.ep, self.cp)
-        return tuple((name, count) for name, count in (("cp", along_cp), ("dp", self.ep // along_cp)) if count > 1)
+        """Along which axes, and among how many ranks, experts are shared out: tp and cp first, whose ranks are
+        nearer."""
+        blocks, left = [], self.ep
+        for name, size in (("tp", self.tp // self.ranks_per_expert), ("cp", self.cp), ("dp", self.dp)):
+            count = math.gcd(left, size)
+            left //= count
+            blocks.append((name, count))
+        return tuple(block for block in blocks if block[1] > 1)
 
     @property
     def expert_axes(self) -> str:
@@ -120,7 +130,8 @@ class ModelPlacement:
     @property
     def expert_zero_ranks(self) -> int:
         """Of those, ranks over which ZeRO cuts: what is left of `zero_ranks`."""
-        return max(1, self.zero_ranks * self.tp // (self.ranks_per_expert * self.ep)) if self.zero else 1
+        along_tp = math.gcd(self.ep, self.tp // self.ranks_per_expert)
+        return max(1, self.zero_ranks * along_tp // self.ep) if self.zero else 1
 
     @property
     def replicas(self) -> int:
@@ -321,7 +332,7 @@ class ParallelPlan(StepSettings, ModelPlacement):
         """In a few words: the mesh and what sets it apart."""
         parts = [self.mesh_words]
         if self.ep > 1:
-            parts.append(f"ep {self.ep}")
+            parts.append(self._ep())
         if self.sequence_parallel:
             parts.append("sequence parallel")
         if self.zero:
@@ -343,7 +354,7 @@ class ParallelPlan(StepSettings, ModelPlacement):
             workers = f"{self.dp} worker{'s' * (self.dp > 1)} (dp){each}"
             parts = [f"{workers} + {servers} server{'s' * (servers > 1)} = {self.world + servers} ranks"]
         if self.ep > 1:
-            parts.append(f"ep {self.ep}")
+            parts.append(self._ep())
         if self.cp > 1 and self.cp_exchange != "ring":
             parts.append(f"cp by {self.cp_exchange}")
         if self.sequence_parallel:
@@ -361,6 +372,9 @@ class ParallelPlan(StepSettings, ModelPlacement):
             parts.append(f"{' and '.join(self.offloads)} on the host")
         parts += [f"{self.attention} attention", self.precision]
         return ", ".join(parts)
+
+    def _ep(self) -> str:
+        return f"ep {self.ep}" + f" of expert_tp {self.expert_tp}" * self.routes_apart
 
     def _zero(self) -> str:
         return f"ZeRO-{self.zero}" + (f" within {self.zero_group} replicas" if self.zero_group else "")

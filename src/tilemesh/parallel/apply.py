@@ -53,7 +53,16 @@ from tilemesh.parallel.shard import (
     take,
     trained,
 )
-from tilemesh.parallel.tensor import Passage, RowConv2d, Seams, VocabularyEmbedding, enter_at, join_at, leave_at
+from tilemesh.parallel.tensor import (
+    ExitHook,
+    Passage,
+    RowConv2d,
+    Seams,
+    VocabularyEmbedding,
+    enter_at,
+    join_at,
+    leave_at,
+)
 from tilemesh.parallel.zero import Zero
 from tilemesh.parallel.zero3 import ZeroWeights, give_memory_back
 
@@ -85,7 +94,7 @@ def lay(
     """
     kinds = splits
     if isinstance(model, Transformer) and splits is None:
-        kinds = dict(transformer_splits(model.config, model.part))
+        kinds = dict(transformer_splits(model.config, model.part, plan.routes_apart))
         for name, child in model.named_children():
             if isinstance(child, Transformer):  # trained beside it
                 kinds |= {f"{name}.{pattern}": kind for pattern, kind in transformer_splits(child.config).items()}
@@ -148,14 +157,20 @@ def _cut(
     _cut_parameters(model, shards, device, together=plan.zero < 3 and "weights" not in plan.offloads)
     if mesh.tp.size > 1:
         _cut_modules(model, splits, seams)
+    # Ranks of tp route the same tokens, inside a region, or are among those that share each sequence.
+    cut = plan.tp if plan.routes_apart else 1
+    counts = None
+    if plan.cp * cut > 1:
+        comm = mesh.group(*(("tp", "cp") if cut > 1 else ("cp",)))
+        counts = SequenceCounts(comm, seams.algorithm)
     for module in model.modules():
         if isinstance(module, Router):
-            module.copies = plan.tp
-            if seams.context is not None:
-                module.over_sequences = SequenceCounts(mesh.cp.comm, seams.algorithm)
-        elif isinstance(module, Experts) and seams.context is not None:
-            counts = SequenceCounts(mesh.cp.comm, seams.algorithm)
-            module.ordered_counts = RunCounts(counts, seams, plan.cp, 1)
+            module.copies = plan.tp // cut
+            module.over_sequences = counts
+        elif isinstance(module, Experts):
+            module.ordered_counts = RunCounts(counts, seams, plan.cp, cut) if counts else None
+            if plan.routes_apart:  # each rank of tp has the losses of its own tokens
+                module.register_forward_hook(ExitHook(None, (Passage(seams, "add"),)))
     return shards
 
 
@@ -187,7 +202,7 @@ def _lay_stages(
             parameter.requires_grad_(like[name].requires_grad)
         where = next(iter(like.values())).device if has_memory else device
         elsewhere |= share_experts(chunk, mesh, plan, seams.algorithm)
-        cut = _cut(chunk, transformer_splits(config, parts[number]), mesh, plan, seams, where)
+        cut = _cut(chunk, transformer_splits(config, parts[number], plan.routes_apart), mesh, plan, seams, where)
         for name, mine in cut.items():
             holders = holders_of(name, number, placement, config) if mesh.pp.size > 1 else ()
             shards[name] = dataclasses.replace(mine, holders=holders)
@@ -244,17 +259,21 @@ def _gradients(way: str | Way, parts: Parts, plan: ParallelPlan, bucket_bytes: i
     raise unknown("gradients", way, ("bucketed", "naive", "local"))
 
 
-def transformer_splits(config: ModelConfig, part: ModelPart | None = None) -> Splits:
+def transformer_splits(config: ModelConfig, part: ModelPart | None = None, whole_experts: bool = False) -> Splits:
     """How our Transformer, or a part of it, is split: heads and the MLP's hidden features over tp, tables by the
-    vocabulary."""
+    vocabulary. `whole_experts`: those that a router picks are not, and lie outside of the regions."""
     part = whole_part(config) if part is None else part
     splits: dict[str, str | Split] = {}
     if part.layers:
         splits = {"layers.*.attention": Region()}
         for layer in part.layers:
-            splits[f"layers.{layer}.mlp"] = Region(sums=config.of_layer(layer).experts > 0)
+            has_experts = config.of_layer(layer).experts > 0
+            if not (has_experts and whole_experts):
+                splits[f"layers.{layer}.mlp"] = Region(sums=has_experts)
+            elif config.shared_width:
+                splits[f"layers.{layer}.mlp.shared"] = Region(sums=True)
     for weight in part.weights(config):
-        if weight.split != "whole":
+        if weight.split != "whole" and not (whole_experts and ".mlp.experts." in weight.name):
             name = re.sub(r"^layers\.\d+\.", "layers.*.", weight.name)
             splits[re.sub(r"\.experts\.\d+\.", ".experts.*.", name)] = _split(weight)
     return splits

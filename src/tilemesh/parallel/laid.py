@@ -288,7 +288,8 @@ class Laid:
                 targets_BT = None if targets_BT is None else context.own(targets_BT)
             options: dict[str, Any] = {"dropout_seed": dropout_seed, "place": place, "marked": marked}
             if targets_BT is not None and self.model.training and (config.balance_loss or config.router_z_loss):
-                options["counted_BT"] = targets_BT != IGNORED
+                counted_BT = targets_BT != IGNORED
+                options["counted_BT"] = self.seams.own_tokens(counted_BT) if self.plan.routes_apart else counted_BT
             repeats = self.recompute_every > 0 or self.keeps_by_operator
             options["choices"] = {} if choices is None and repeats and torch.is_grad_enabled() else choices
             now = entering = self.model.prepare(tokens_BT, cache=cache, **options)

@@ -33,7 +33,11 @@ class MatrixGroup:
 
     def __init__(self, mesh: Mesh, plan: ParallelPlan, spread: Blocks = ()) -> None:
         """`spread`: the matrices are those of `Shard.spread`."""
-        cuts = (("tp", plan.tp), *(sharing_blocks(mesh.shape, plan.zero_group or plan.dp, spread) if plan.zero else ()))
+        along_tp = plan.ranks_per_expert if spread else plan.tp
+        cuts = (
+            ("tp", along_tp),
+            *(sharing_blocks(mesh.shape, plan.zero_group or plan.dp, spread) if plan.zero else ()),
+        )
         blocks = tuple((name, count) for name, count in cuts if count > 1)
         self.comm: Communicator = mesh.among(blocks)
         self.ranks = members(mesh.comm.rank, blocks, mesh.shape)

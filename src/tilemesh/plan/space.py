@@ -110,14 +110,15 @@ def candidates(estimator: Estimator, batch: int, pins: Pins) -> Iterator[list[Pa
         group = pins.zero_group or dp
         sizes = _microbatches(batch // dp, pins)
         alike: dict[str, Any] = {"tp": tp, "sequence_parallel": tp > 1, "attention": attention, "precision": precision}
-        for microbatch, (ep, exchange) in product(sizes, _shared(estimator, tp, dp, cp, pins)):
-            alike |= {"cp": cp, "cp_exchange": exchange, "ep": ep, "expert_tp": pins.expert_tp or 0}
+        for microbatch, (ep, expert_tp, exchange) in product(sizes, _shared(estimator, tp, dp, cp, pins)):
+            alike |= {"cp": cp, "cp_exchange": exchange, "ep": ep, "expert_tp": expert_tp}
             accumulation = batch // dp // microbatch
             least_bytes = estimator.room.pass_bytes(ParallelPlan(microbatch=microbatch, **alike)) // (pins.slices or 1)
             if microbatch > sizes[0] and least_bytes > estimator.usable_bytes:
                 continue  # it does not fit; the fewest sequences stay, to say what they need
             for schedule, interleave in _schedules(estimator.model.layers, pp, accumulation, pins):
-                for parallel in _choices(pins.sequence_parallel, (True, False) if tp > 1 else (False,)):
+                cuts = (True,) if 0 < expert_tp < tp else (True, False) if tp > 1 else (False,)
+                for parallel in _choices(pins.sequence_parallel, cuts):
                     for zero in _choices(pins.zero, (0, 1, 2, 3) if dp * cp > 1 and not dp % group else (0,)):
                         yield [
                             ParallelPlan.unchecked(
@@ -127,7 +128,7 @@ def candidates(estimator: Estimator, batch: int, pins: Pins) -> Iterator[list[Pa
                                 recompute=recompute, attention=attention, precision=precision,
                                 recompute_every=(pins.recompute_every or 1) if recompute == "full" else 1,
                                 recompute_stages=() if recompute == "none" else pins.recompute_stages or (),
-                                cp=cp, cp_exchange=exchange, ep=ep, expert_tp=pins.expert_tp or 0,
+                                cp=cp, cp_exchange=exchange, ep=ep, expert_tp=expert_tp,
                                 **as_said,
                             )
                             for recompute in recomputes
@@ -160,15 +161,20 @@ def _contexts(estimator: Estimator, ranks: int, pins: Pins) -> list[int]:
     return [cp for cp in divisors(ranks) if cp == 1 or (cp <= CP_MOST and estimator.context >= LONG_CONTEXT)]
 
 
-def _shared(estimator: Estimator, tp: int, dp: int, cp: int, pins: Pins) -> list[tuple[int, ContextExchange]]:
-    """How many ranks may share out experts, and how those that share sequences may exchange."""
-    model, expert_tp = estimator.model, pins.expert_tp or 0
-    most = max(1, EP_NODES * estimator.cluster.node.count // tp)
-    eps = [pins.ep] if pins.ep else [ep for ep in divisors(dp * cp) if ep <= most] if model.experts else [1]
-    exchanges = cp_exchanges(model, tp, cp)
+def _shared(estimator: Estimator, tp: int, dp: int, cp: int, pins: Pins) -> list[tuple[int, int, ContextExchange]]:
+    """How many ranks may share out experts, how many of tp each, and how those that share sequences may exchange.
+    Where ranks of tp have whole experts, all of them have different ones, unless that is fixed."""
+    model, exchanges = estimator.model, cp_exchanges(estimator.model, tp, cp)
+    whole = [1] if model.experts and tp > 1 and pins.sequence_parallel is not False else []
+    spreads = []
+    for expert_tp in [0, *whole] if pins.expert_tp is None else [pins.expert_tp]:
+        most = max(1, EP_NODES * estimator.cluster.node.count // (expert_tp or tp))
+        eps = divisors(dp * cp * tp // (expert_tp or tp)) if model.experts else [1]
+        eps = [pins.ep] if pins.ep else [ep for ep in eps if ep <= most]
+        spreads += [(ep, expert_tp) for ep in eps if not expert_tp or pins.expert_tp or ep % tp == 0]
     return [
-        (ep, how)
-        for ep in eps
+        (ep, expert_tp, how)
+        for ep, expert_tp in spreads
         for how in ([pins.cp_exchange] if pins.cp_exchange else exchanges)
         if why_not(
             model,

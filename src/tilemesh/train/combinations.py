@@ -69,6 +69,10 @@ FEATURES = (
     Feature("tied embeddings", "model.tied=true"),
     Feature("experts", "model.experts=4"),
     Feature("expert parallelism", "model.experts=4,plan.dp=2,plan.ep=2"),
+    Feature(
+        "whole experts on ranks of tp",
+        "model.experts=4,plan.tp=2,plan.sequence_parallel=true,plan.ep=2,plan.expert_tp=1",
+    ),
     Feature("balanced experts", "model.experts=4,model.balance_loss=0.01"),
     Feature("experts with capacity", "model.experts=4,model.expert_capacity=1.25"),
     Feature("LoRA", "lora.rank=4,lora.base=FOLDER"),

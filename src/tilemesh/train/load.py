@@ -71,6 +71,9 @@ class _Start:
         replicas = changes.get("dp", plan.dp) * changes.get("cp", plan.cp)
         if replicas == 1 and "plan.zero" not in self.set_keys:  # nobody is left to share with
             changes |= {"zero": 0, "zero_group": 0}
+        if tp == 1 and "plan.expert_tp" not in self.set_keys:
+            changes["expert_tp"] = 0
+        replicas *= tp if plan.expert_tp == 1 else 1
         if replicas % plan.ep and "plan.ep" not in self.set_keys:
             changes.setdefault("ep", 1)
         changes["sequence_parallel"] = plan.sequence_parallel and tp > 1

@@ -195,6 +195,8 @@ def layout_case(plan: ParallelPlan) -> dict[str, Any]:
         laid |= {"cp": plan.cp, "exchange": plan.cp_exchange}
     if plan.ep > 1:
         laid["ep"] = plan.ep
+    if plan.routes_apart:
+        laid["expert_tp"] = plan.expert_tp
     if plan.zero:
         laid["zero"] = plan.zero
     return laid
@@ -236,7 +238,9 @@ def least_bytes(model: ModelConfig, plan: ParallelPlan, adapters: int = 0, share
     over weights that take this `share` of the bytes of dense ones.
     """
     layers = plan.chunk_layers[0] if plan.chunk_layers else -(-model.layers // plan.pp)
-    held = shard_parameters(model, plan.tp, plan.ep).held(layers, True, plan.pp == 1, *model.dense_of((layers,)))
+    held = shard_parameters(model, plan.tp, plan.ep, plan.expert_tp).held(
+        layers, True, plan.pp == 1, *model.dense_of((layers,))
+    )
     states = rank_state_bytes(plan, held)
     if not adapters:
         return sum(states)

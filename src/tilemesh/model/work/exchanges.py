@@ -76,7 +76,8 @@ def repeated_exchanges(model: ModelConfig, task: Task) -> Iterator[Exchange]:
     everything."""
     forward = forward_again(layer_exchanges(model, task))
     is_read = task.code == "fused" or model.dropout > 0 or model.norm_place != "pre"
-    yield from forward if is_read or task.tp == 1 else forward[:-1]
+    is_last = task.tp > 1 and task.ranks_per_expert == task.tp  # else the last is rows on their way from experts
+    yield from forward[:-1] if is_last and not is_read else forward
 
 
 def forward_again(exchanges: Iterable[Exchange]) -> list[Exchange]:

@@ -11,6 +11,7 @@ algorithm. Sums of single numbers along the whole mesh (the loss, the gradients'
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -160,7 +161,7 @@ def _add_sums(
     ends = set() if placement is None else {placement.holders[0], placement.holders[-1]}
     for weight, times, chunk in held:
         alike = _Alike.of(plan, weight)
-        rows = times * gradient * updates * weight.held(plan.tp, alike.zero_ranks)
+        rows = times * gradient * updates * weight.held(alike.cut, alike.zero_ranks)
         if not plan.zero and alike.replicas > 1:
             total.add(alike.axes, "all_reduce", rows)
         if plan.zero and alike.replicas > alike.zero_ranks:  # what a group has summed, summed over the groups
@@ -172,6 +173,9 @@ def _add_sums(
             is_inside = weight.split == "whole" and weight.block
             both += weight.replicated(alike.zero_ranks) if plan.sequence_parallel or is_inside else 0
             total.add("tp", "all_reduce", times * gradient * updates * both)
+        along_tp = dict(plan.expert_spread).get("tp", 1)
+        if weight.is_routed and plan.routes_apart and along_tp < plan.tp:  # ranks of tp with the same experts
+            total.add(block_name("tp", along_tp), "all_reduce", rows)
         is_shared = placement is not None and len(placement.holders[chunk]) > 1
         if is_shared or (model.tied and weight.name == _TABLE and len(ends) > 1):
             total.add("pp", "all_reduce", rows)
@@ -186,15 +190,17 @@ class _Alike(NamedTuple):
     zero_ranks: int
     axes: str
     """Over which its gradients are summed, as whoever counts calls them."""
+    cut: int
+    """Ranks of tp that share it."""
 
     @classmethod
     def of(cls, plan: ParallelPlan, weight: Weight) -> _Alike:
         apart = dict(plan.expert_spread) if weight.is_routed else {}
-        sizes = ((name, size, apart.get(name, 1)) for name, size in (("dp", plan.dp), ("cp", plan.cp)))
+        sizes = [(name, size, apart.get(name, 1)) for name, size in (("dp", plan.dp), ("cp", plan.cp))]
         axes = "+".join(block_name(name, every) for name, size, every in sizes if size > every)
-        if apart:
-            return cls(plan.expert_replicas, plan.expert_zero_ranks, axes)
-        return cls(plan.replicas, plan.zero_ranks, axes)
+        replicas = math.prod(size // every for _, size, every in sizes)
+        zero_ranks = plan.expert_zero_ranks if apart else plan.zero_ranks
+        return cls(replicas, zero_ranks, axes, plan.ranks_per_expert if weight.is_routed else plan.tp)
 
 
 def updates_of(plan: ParallelPlan) -> int:
@@ -223,7 +229,8 @@ def _add_zero(total: _Bytes, model: ModelConfig, plan: ParallelPlan, counts: Seq
     times = gathers_of_chunks(plan, len(counts), stage) if plan.zero == 3 else {}
     both_ends = frozenset((0, len(counts) - 1))
     for weight, count, chunk in _held_weights(model, plan, counts, held):
-        alike, numel = _Alike.of(plan, weight), count * weight.held(plan.tp)
+        alike = _Alike.of(plan, weight)
+        numel = count * weight.held(alike.cut)
         if alike.zero_ranks == 1:
             continue
         total.add(alike.axes, "reduce_scatter", scatters_of(plan) * gradient * numel)

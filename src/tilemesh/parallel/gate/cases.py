@@ -206,7 +206,7 @@ class Case:
 
 def _words(plan: ParallelPlan) -> str:
     words = f"dp={plan.dp} tp={plan.tp}" + (f" pp={plan.pp} {plan.schedule}" if plan.pp > 1 else "")
-    words += f" ep={plan.ep}" * (plan.ep > 1)
+    words += f" ep={plan.ep}" * (plan.ep > 1) + f" etp={plan.expert_tp}" * plan.routes_apart
     words += f" cp={plan.cp} by {plan.cp_exchange}" * (plan.cp > 1)
     words += " sequence" * plan.sequence_parallel + f" ×{plan.accumulation}" * (plan.accumulation > 1)
     if plan.zero:
@@ -330,6 +330,8 @@ def spread_experts(ranks: int) -> list[tuple[ParallelPlan, str]]:
             (gate_plan(2, ep=2), "adapters int4-g4"),
             (gate_plan(cp=2, accumulation=2, ep=2, recompute="full"), ""),
             (gate_plan(cp=2, ep=2, zero=1, cp_exchange="heads"), ""),
+            (gate_plan(1, 2, True, ep=2, expert_tp=1), ""),
+            (gate_plan(1, 2, True, accumulation=2, expert_tp=1, recompute="full"), ""),
         ]
     if ranks == 4:
         return [
@@ -347,6 +349,11 @@ def spread_experts(ranks: int) -> list[tuple[ParallelPlan, str]]:
             (gate_plan(1, accumulation=4, pp=2, ep=2, cp=2), ""),
             (gate_plan(2, accumulation=4, pp=2, ep=2, schedule="zb-h1"), ""),
             (gate_plan(2, accumulation=4, pp=2, ep=2, schedule="dualpipe", zero=1), ""),
+            (gate_plan(2, 2, True, 2, ep=4, expert_tp=1, zero=1), ""),
+            (gate_plan(2, 2, True, ep=2, expert_tp=1, zero=3, recompute="operators"), ""),
+            (gate_plan(1, 2, True, cp=2, ep=4, expert_tp=1, recompute="full"), ""),
+            (gate_plan(1, 2, True, accumulation=4, pp=2, ep=2, expert_tp=1, schedule="zb-h1"), ""),
+            (gate_plan(1, 4, True, ep=2, expert_tp=1), "adapters int4-g4"),
         ]
     if ranks == 8:
         return [
@@ -356,6 +363,8 @@ def spread_experts(ranks: int) -> list[tuple[ParallelPlan, str]]:
             (gate_plan(2, 2, True, ep=2, zero=1, cp=2), ""),
             (gate_plan(4, ep=4, zero=2, zero_group=2, cp=2), ""),
             (gate_plan(2, 2, ep=4, cp=2, recompute="operators"), ""),
+            (gate_plan(2, 2, True, ep=8, expert_tp=1, zero=2, cp=2), ""),
+            (gate_plan(2, 4, True, ep=4, expert_tp=1, zero=1, offload="optimizer"), ""),
         ]
     return []
 
@@ -406,6 +415,7 @@ _MATRICES_CUT = (
     ("spread", gate_plan(2, ep=2, zero=2)),
     ("spread", gate_plan(2, 2, ep=2, zero=1)),
     ("spread", gate_plan(2, ep=2, zero=2, cp=2)),
+    ("spread", gate_plan(2, 2, True, ep=2, expert_tp=1, zero=1)),
 )
 
 

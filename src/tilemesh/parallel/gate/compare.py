@@ -261,13 +261,14 @@ def _with_less(case: Case) -> Iterator[tuple[str, Case]]:
         "recompute": {"recompute": "none", "recompute_every": 1},
         "ep": {"ep": 1},
         "cp": {"cp": 1},
-        "tp": {"tp": 1, "sequence_parallel": False},
+        "expert_tp": {"expert_tp": 0},
+        "tp": {"tp": 1, "sequence_parallel": False, "expert_tp": 0},
         "pp": {"pp": 1, "schedule": "1f1b", "interleave": 1, "slices": 1},
         "zero": {"zero": 0, "zero_group": 0, "prefetch": 1},
         "dp": {"dp": 1, "ep": 1, "zero": 0, "zero_group": 0, "prefetch": 1},
     }
     for setting, settings in unset.items():
-        if getattr(case.layout, setting) not in (0, 1, "none"):
+        if getattr(case.layout, setting) not in (0, 1, "none") or (setting == "expert_tp" and case.layout.routes_apart):
             try:
                 yield setting, dataclasses.replace(case, layout=dataclasses.replace(case.layout, **settings))
             except UsageError:  # what is left is no plan

@@ -13,8 +13,7 @@ as complex numbers, frequencies one by one. Slow, plain, and float64. Weights co
     blocks added at once                Black et al. 2022 (2204.06745)
     experts                             Shazeer et al. 2017 (1701.06538), Jiang et al. 2024 (2401.04088)
     sigmoid, groups, bias of experts    DeepSeek-V3 (2412.19437), 12 to 16 and its published code
-    experts that take so many           Fedus et al. 2021 (2101.03961), equation 3, sequence by sequence, no one's pick
-                                        before an earlier token's
+    experts that take so many           Fedus et al. 2021 (2101.03961), equation 3; by sequence, earlier tokens first
     losses of routers                   Zoph et al. 2022 (2202.08906), equation 5; DeepSeek-V3 (2412.19437), 17 to 20
     norms of q and k, after blocks      OLMo 2 (2501.00656), Qwen 3 (2505.09388), Gemma 3 (2503.19786)
 """
@@ -267,13 +266,8 @@ def _taken(config: ModelConfig, picked: Tensor) -> Tensor:
     """Of the picks of each sequence those that its experts have room for, token after token."""
     room = math.ceil(config.expert_capacity * picked.shape[1] * config.experts_per_token / config.experts - 1e-9)
     taken = torch.zeros_like(picked)
-    for row in range(len(picked)):
-        left = [room] * config.experts
-        for token in range(picked.shape[1]):
-            for e in range(config.experts):
-                if picked[row, token, e] and left[e] > 0:
-                    left[e] -= 1
-                    taken[row, token, e] = True
+    for row, token, e in picked.nonzero().tolist():
+        taken[row, token, e] = taken[row, :token, e].sum() < room
     return taken
 
 

@@ -119,12 +119,13 @@ def _experts(laid: Laid) -> Iterator[str]:
         if module.config.balance_loss or module.config.router_z_loss:
             yield from _router_loss(laid, name, router)
         sums = getattr(module.ordered_counts, "counts", None)
-        if module.config.expert_capacity and laid.mesh.cp.size > 1 and _is_lost(sums):
+        is_shared = laid.mesh.cp.size > 1 or laid.plan.routes_apart
+        if module.config.expert_capacity and is_shared and _is_lost(sums):
             yield (
                 f"{router}: its experts take so many of a sequence, and how often each was picked is P over cp; "
                 "it must be R over cp"
             )
-        if module.config.balance_loss and laid.mesh.cp.size > 1 and _is_lost(module.router.over_sequences):
+        if module.config.balance_loss and is_shared and _is_lost(module.router.over_sequences):
             yield (
                 f"{router}: its loss multiplies counts of a sequence's tokens, which are P over cp, with sums that "
                 "are P over cp too: the product of two sums; counts must be R over cp"
@@ -140,7 +141,8 @@ def _is_lost(counts: Any) -> bool:
 def _router_loss(laid: Laid, name: str, router: str) -> Iterator[str]:
     pairs: dict[str, Pair] = dict.fromkeys(BATCH, OF_BATCH)
     if laid.mesh.tp.size > 1:
-        pairs["tp"] = INSIDE  # computed alike by all ranks, inside a region
+        # Computed alike by all ranks, inside a region, or of the tokens that each routes.
+        pairs["tp"] = OF_BATCH if laid.plan.routes_apart else INSIDE
     hook = _hook(_above(laid, name), ExitHook)
     for passage in () if hook is None else hook.losses:
         crossing = passage.crossing
