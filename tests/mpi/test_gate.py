@@ -421,7 +421,8 @@ def test_what_it_covers() -> None:
     assert {case.weights.split("-")[0] for case in cases(8)} >= {"", "int3", "int4", "int8", "rounded int4"}
     piped = [case.layout for case in chosen if case.layout.pp > 1]
     plain = [case for case in chosen if case.layout.pp == case.layout.ep == case.layout.cp == 1 and not case.packed]
-    assert len(plain) == 32 * len(MODELS)
+    plain = [case for case in plain if not case.layout.expert_tp]
+    assert len(plain) == 32 * (len(MODELS) - 1)  # one is for layouts that share out experts
     assert {layout.schedule for layout in piped} == {*synchronous()}
     assert {(layout.dp > 1, layout.tp > 1, layout.pp) for layout in piped} >= {
         (dp, tp, 2) for dp in (False, True) for tp in (False, True)
