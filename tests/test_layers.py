@@ -76,7 +76,7 @@ STRICTER = {
 }
 # The most lines that a room may have: raised only in the commit that adds a named capability. `make size` prints them.
 MOST_LINES = {
-    "core": 8_786,
+    "core": 8_802,
     "measure": 3_052,
     "launch": 2_140,
     "runs": 2_173,
@@ -92,9 +92,9 @@ MOST_LINES = {
     "train": 8_913,
     "serve": 9_831,
     "align": 3_662,
-    "report": 6_317,
+    "report": 6_328,
     "bench": 9_244,
-    "cli": 6_522,
+    "cli": 6_765,
     "guide": 17_297,
 }
 SOURCE_SUFFIXES = (".py", ".c", ".h", ".cu", ".cuh", ".js", ".css")

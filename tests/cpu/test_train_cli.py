@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import tilemesh as tm
-from tilemesh.cli.jobs import program
 from tilemesh.cli.main import main
+from tilemesh.cli.output import program
 from tilemesh.cli.pages import beside
 from tilemesh.core.errors import UsageError
 from tilemesh.measure.row import Row

@@ -3,14 +3,11 @@ has ended, was stopped or failed."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilemesh.cli.output import Block, Output, show, tell
+from tilemesh.cli.output import Block, Output, program, show, tell
 from tilemesh.core.errors import RunError, UsageError
 
 if TYPE_CHECKING:
@@ -63,7 +60,11 @@ def fit_or_lost(fit: Callable[[Shown], Result], shown: Shown) -> tuple[Result, s
 
 def show_job(options: Any, console: Console, text: Iterable[Block], result: Result, page: str, lost: str) -> int:
     """What a run came to and where everything is; the exit code. `lost`: the last line, where weights are."""
-    code = show(Output([*text, [page]], result.rows, exit_code=int(bool(lost))), options, console)
+    from tilemesh.cli.next_command import after_run
+    from tilemesh.report.run import read
+
+    after = after_run(read(str(result.saved_in or result.folder)))
+    code = show(Output([*text, [page]], result.rows, exit_code=int(bool(lost)), next=after), options, console)
     if lost:
         console.file.flush()
         tell(lost)
@@ -79,16 +80,6 @@ def _stopped(folder: Path, sentence: str, command: str) -> int:
     again = f"checkpoint of step {step} written, go on with:\n{program()} {command} --resume {folder}"
     tell(f"{sentence}; {'there was no checkpoint yet' if step is None else again}")
     return INTERRUPTED_CODE
-
-
-def program() -> str:
-    """How to call this command again from here: by its name, or where a shell does not find that, by where it lies."""
-    if shutil.which("tilemesh"):
-        return "tilemesh"
-    script = Path(sys.executable).with_name("tilemesh")
-    words = str(script) if script.exists() else sys.executable
-    near = os.path.relpath(words)
-    return (words if near.startswith("..") else near) + ("" if script.exists() else " -m tilemesh")
 
 
 def write_page(folder: Path) -> str:

@@ -6,11 +6,14 @@ writes the files that the user named and prints the text; where a file is `-`, t
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from rich.progress import ProgressColumn
     from rich.table import Table
 
+    from tilemesh.core.advice import NextCommand
     from tilemesh.measure.row import Row
     from tilemesh.report.draw import Drawing
 
@@ -42,6 +46,8 @@ class Output:
     json: Sequence[Row | Mapping[str, Any]] = ()
     files: Mapping[str, Callable[[], str | Sequence[Drawing]]] = field(default_factory=dict)
     exit_code: int = 0
+    next: NextCommand | None = None
+    """What to try after it."""
 
 
 def show(output: Output, options: Any, console: Console | None = None) -> int:
@@ -58,7 +64,20 @@ def show(output: Output, options: Any, console: Console | None = None) -> int:
     for name, path in paths.items():
         if path != "-":
             console.print(f"{_LABELS.get(name, name)}: {path}", soft_wrap=True)
+    if output.next is not None:
+        predicted = f"\n         predicted: {output.next.gain}" * bool(output.next.gain)
+        console.print(f"next:    {program()} {output.next.words}{predicted}", soft_wrap=True)
     return output.exit_code
+
+
+def program() -> str:
+    """How to call this command again from here: by its name, or where a shell does not find that, by where it lies."""
+    if shutil.which("tilemesh"):
+        return "tilemesh"
+    script = Path(sys.executable).with_name("tilemesh")
+    words = str(script) if script.exists() else sys.executable
+    near = os.path.relpath(words)
+    return (words if near.startswith("..") else near) + ("" if script.exists() else " -m tilemesh")
 
 
 def _write(content: str | Sequence[Drawing], path: str) -> None:

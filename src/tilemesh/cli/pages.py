@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from tilemesh.cli.next_command import after_run
 from tilemesh.cli.targets import check_filled
 from tilemesh.comm.schedules.collectives import COLLECTIVES
 from tilemesh.core.errors import RunError, UsageError
@@ -155,8 +156,9 @@ def follow(folder: str, port: int) -> None:
 
 def beside(run: Run) -> Beside:
     """Rows and expected memory of a run; whatever its folder lacks is left out, with the reason."""
+    after = after_run(run)
     if run.kind not in [kind.name for kind in TRAINED]:
-        return Beside([] if run.is_behind else run.rows)
+        return Beside([] if run.is_behind else run.rows, next=after)
     run_rows, why, counted = [] if run.is_behind else list(run.rows), "", ""
     if not run_rows:
         try:
@@ -167,4 +169,4 @@ def beside(run: Run) -> Beside:
             why = f"the summary is of another version: {lacks}"
     with suppress(*_NOT_AS_EXPECTED):
         counted = run_mfu_words(run.summary, run_rows)
-    return Beside(run_rows, why, expected_memory(run.config, run.predicted, run.summary), counted)
+    return Beside(run_rows, why, expected_memory(run.config, run.predicted, run.summary), counted, after)

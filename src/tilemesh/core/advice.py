@@ -7,8 +7,9 @@ what acts on it, never what a change would bring.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from tilemesh.core.units import format_bytes
+from tilemesh.core.units import format_bytes, format_seconds
 
 LEAST = 0.005
 """Of a step: below this there is nothing to speak of."""
@@ -81,3 +82,18 @@ def _most(exchanges: Mapping[str, float], step_bytes: Mapping[str, Mapping[str, 
         "server": "more servers (method.servers) share the bytes, more accumulation exchanges less often",
     }.get(axis, "a larger batch a step meets less often")
     return f", most of it {operation} over {axis}{size}: {advice}"
+
+
+@dataclass(frozen=True)
+class NextCommand:
+    """What to try after a command or a run, without the program's name, and what that is predicted to bring: empty
+    where no cost model says."""
+
+    words: str
+    gain: str = ""
+
+    @classmethod
+    def faster(cls, words: str, now_s: float, then_s: float, what: str = "step") -> NextCommand:
+        """With the times that are predicted now and then."""
+        gain = f"{format_seconds(then_s)} per {what} instead of {format_seconds(now_s)}"
+        return cls(words, f"{gain}, {now_s / then_s:.2f} times as fast")

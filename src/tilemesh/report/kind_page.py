@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tilemesh.core.advice import NextCommand
 from tilemesh.measure.row import Row
 from tilemesh.report.compare import Difference, general_differences
 from tilemesh.report.html import Child, Fact, Html
@@ -25,6 +26,8 @@ class Beside:
     """Bytes per rank that the planner expects, by kind."""
     mfu_words: str = ""
     """How the rows' MFU is counted."""
+    next: NextCommand | None = None
+    """What to try after it, the last words of its page."""
 
 
 @dataclass(frozen=True)

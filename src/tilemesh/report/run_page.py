@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tilemesh.core.advice import NextCommand
 from tilemesh.report.html import Html, coded, el, fact_list, join, page, tied
 from tilemesh.report.kind_page import Beside, KindPage, Verdict
 from tilemesh.report.kinds import page_of
@@ -27,7 +28,14 @@ def render(run: Run, beside: Beside, *, live: str | None = None, kind_page: Kind
         el("nav", *(el("a", section.name, href=f"#{section.name}") for section, _ in shown), aria_label="sections"),
     )
     sections = [el("section", el("h2", section.title, id=section.name), body) for section, body in shown]
-    return page(f"{run.name}: tilemesh", join(header, *sections), live=live)
+    return page(f"{run.name}: tilemesh", join(header, *sections, _next(beside.next)), live=live)
+
+
+def _next(command: NextCommand | None) -> Html | None:
+    if command is None:
+        return None
+    gain = f" Predicted: {command.gain}." if command.gain else ""
+    return el("p", el("b", "What to try next: "), el("code", f"tilemesh {command.words}"), gain, id="next")
 
 
 def _verdict(verdict: Verdict) -> Html:

@@ -10,6 +10,7 @@ from tilemesh.core import calibration
 from tilemesh.core.busy import SECTION as BUSY
 from tilemesh.core.busy import Busyness
 from tilemesh.core.calibration import Rates
+from tilemesh.core.conflicts import refusals
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import Cluster, device_for, parse_cluster
 from tilemesh.core.plan import ParallelPlan
@@ -23,12 +24,14 @@ from tilemesh.model.work.operations import model_flops
 from tilemesh.model.work.routing import imbalance
 from tilemesh.model.work.task import Code, Task
 from tilemesh.model.work.weights import count_parameters
+from tilemesh.plan.choose import search
 from tilemesh.plan.local import local_readings
 from tilemesh.plan.prediction import Prediction, prediction_figures
 from tilemesh.plan.ranges import MODEL_ERRORS, predicted_range
+from tilemesh.plan.space import Pins
 from tilemesh.plan.step import Estimator
 from tilemesh.train.config import TrainConfig
-from tilemesh.train.conflicts import may_replay
+from tilemesh.train.conflicts import OF_CONFIG, may_replay
 
 _CLOCKS = 40
 _NAPS = 5
@@ -41,15 +44,8 @@ def predict_run(config: TrainConfig, gpus: Sequence[str]) -> dict[str, Any]:
     if config.lora.rank:
         return {"missing": "the planner: training adapters beside frozen weights is not modelled", **stamp()}
     on_gpu = bool(gpus) and config.train.device != "cpu"
-    device = device_for(gpus[0]) if on_gpu else None
     try:
-        try:
-            readings = local_readings(f"{config.plan.world}xlocal" + ("" if on_gpu else "-cpu"), this_machine())
-            known: list[tuple[Cluster, Rates | None]] = [(each.cluster, each.rates) for each in readings]
-        except UsageError:  # a GPU that was not calibrated, or ranks on several machines: by its datasheet
-            if device is None:
-                raise
-            known = [(parse_cluster(f"{config.plan.world}x{device.name}"), None)]
+        known = _clusters(config, gpus, on_gpu)
         plan = settled(config.plan, config.model.layers)
         prediction, *others = (estimator(config, *each).predict(plan) for each in known)
     except UsageError as error:
@@ -75,6 +71,32 @@ def predict_run(config: TrainConfig, gpus: Sequence[str]) -> dict[str, Any]:
     errors = MODEL_ERRORS[cluster.device.kind]
     ranges = {name: predicted_range(each, errors[name]) for name, each in values.items()}
     return {**figures, "ranges": {name: list(both) for name, both in ranges.items()}, "readings": len(known)}
+
+
+def _clusters(config: TrainConfig, gpus: Sequence[str], on_gpu: bool) -> list[tuple[Cluster, Rates | None]]:
+    """What a run's ranks are, once for each reading of a calibration."""
+    device = device_for(gpus[0]) if on_gpu else None
+    try:
+        readings = local_readings(f"{config.plan.world}xlocal" + ("" if on_gpu else "-cpu"), this_machine())
+        return [(each.cluster, each.rates) for each in readings]
+    except UsageError:  # a GPU that was not calibrated, or ranks on several machines: by its datasheet
+        if device is None:
+            raise
+        return [(parse_cluster(f"{config.plan.world}x{device.name}"), None)]
+
+
+def best_layout(config: TrainConfig, gpus: Sequence[str]) -> tuple[ParallelPlan, float, float]:
+    """Of as many ranks on this machine the layout that is predicted to be quickest, its step time, and that of the
+    run's own. UsageError or RunError where the planner cannot."""
+    cluster, rates = _clusters(config, gpus, bool(gpus) and config.train.device != "cpu")[0]
+    asked = estimator(config, cluster, rates)
+    best = search(
+        config.model, cluster, batch=config.batch, context=config.context, shown=1, rates=rates, code=asked.code,
+        pins=Pins(precision=config.plan.precision, attention=config.plan.attention), imbalance=asked.imbalance,
+        accepts=lambda plan: not list(refusals(OF_CONFIG, dataclasses.replace(config, plan=plan))),
+    ).best.settled_plan  # fmt: skip
+    then_s, now_s = (asked.predict(plan).step_time_s for plan in (best, settled(config.plan, config.model.layers)))
+    return best, then_s, now_s
 
 
 def estimator(config: TrainConfig, cluster: Cluster, rates: Rates | None) -> Estimator:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from tilemesh.cli.jobs import program, run_job, show_job
-from tilemesh.cli.output import Output, console_beside, tell
+from tilemesh.cli.jobs import run_job, show_job
+from tilemesh.cli.output import Output, console_beside, program, tell
 from tilemesh.core.errors import UsageError
 from tilemesh.core.options import ROWS, OutFile, OutFolder, argument, option
 from tilemesh.runs.names import CHECKPOINTS, SAMPLES, SUMMARY

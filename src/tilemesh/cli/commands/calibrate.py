@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from tilemesh.cli.output import Output, console_beside, progress
+from tilemesh.core.advice import NextCommand
 from tilemesh.core.busy import SECTION, Busyness, replaces
 from tilemesh.core.calibration import Calibration, find
 from tilemesh.core.errors import RunError, UsageError
@@ -87,7 +88,7 @@ def calibrate(options: CalibrateOptions) -> Output | None:
             console,
             warn,
         )
-    return Output(json=result.rows)
+    return Output(json=result.rows, next=NextCommand("plan MODEL --cluster local"))
 
 
 def _save(calibration: Calibration, is_part: bool, console: Console, warn: Callable[[str], None]) -> None:

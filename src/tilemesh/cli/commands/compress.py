@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tilemesh.cli.next_command import after_run
 from tilemesh.cli.output import Output, tell
 from tilemesh.cli.targets import check_folder
 from tilemesh.core.files import filling
@@ -40,6 +41,7 @@ def compress(options: CompressOptions) -> Output:
     from tilemesh.compress.recipe import read_recipe
     from tilemesh.compress.shrink import shrink
     from tilemesh.model import huggingface
+    from tilemesh.report.run import read
 
     recipe, target = read_recipe(options.recipe), Path(options.out)
     check_folder("--out", target)
@@ -61,4 +63,4 @@ def compress(options: CompressOptions) -> Output:
         f"{options.recipe}: {format_bytes(before.nbytes)} to {format_bytes(after.nbytes)}, held-out loss "
         f"{before.loss:.4f} to {after.loss:.4f}; written to {target}, which `tilemesh report` makes a page of"
     )
-    return Output([rows, words], rows)
+    return Output([rows, words], rows, next=after_run(read(str(target))))

@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.text import Text
 
 from tilemesh.cli.output import Output, console_beside, tell
+from tilemesh.core import calibration
+from tilemesh.core.advice import NextCommand
 from tilemesh.core.c_library import compiler
 from tilemesh.core.context import membership, outside_any_job
 from tilemesh.core.errors import RunError, UsageError
@@ -74,7 +76,9 @@ def doctor(options: DoctorOptions) -> Output:
     able, verdict = judge(findings)
     console.print(verdict, style=f"bold {'green' if able else 'red'}", soft_wrap=True)
     record = {"able": able, "verdict": verdict, "has": has, "tried": [asdict(finding) for finding in findings]}
-    return Output(json=[record], exit_code=0 if able else 1)
+    calibrated = calibration.find(this_machine().id) is not None
+    after = NextCommand("plan MODEL --cluster local") if calibrated else NextCommand("calibrate")
+    return Output(json=[record], exit_code=0 if able else 1, next=after if able else None)
 
 
 def _print(finding: Finding, console: Console) -> None:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from tilemesh.cli.jobs import fit_or_lost, program, run_job, show_job, write_page
-from tilemesh.cli.output import Block, Output, console_beside, tell
+from tilemesh.cli.jobs import fit_or_lost, run_job, show_job, write_page
+from tilemesh.cli.output import Block, Output, console_beside, program, tell
 from tilemesh.core.errors import UsageError
 from tilemesh.core.options import ROWS, Known, OutFile, OutFolder, argument, option
 from tilemesh.core.units import format_bytes, format_seconds, parse_seconds

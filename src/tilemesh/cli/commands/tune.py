@@ -8,6 +8,7 @@ from typing import Any
 
 from tilemesh.cli.operators import problem_settings
 from tilemesh.cli.output import Block, Output, console_beside
+from tilemesh.core.advice import NextCommand
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.options import OutFile, argument, option
 from tilemesh.core.units import format_seconds
@@ -82,7 +83,8 @@ def tune(options: TuneOptions) -> Output:
         except OSError as error:
             raise RunError(f"the winners could not be remembered: {error}") from None
         console.print(f"remembered in {path}", soft_wrap=True)
-    return Output(json=[trial_object(trial) for trial in trials], files={"html": lambda: render([], [], trials)})
+    files = {"html": lambda: render([], [], trials)}
+    return Output(json=[trial_object(trial) for trial in trials], files=files, next=NextCommand("bench kernel matmul"))
 
 
 def _ranked(tuning: Any, problems: Sequence[Any], on: str) -> Output:
@@ -103,4 +105,4 @@ def _ranked(tuning: Any, problems: Sequence[Any], on: str) -> Output:
             {"problem": problem.key, "on": on, "place": place, "config": config.label, "predicted": predict_s(config)}
             for place, config in enumerate(best, 1)
         ]
-    return Output(text, objects)
+    return Output(text, objects, next=NextCommand(f"bench kernel matmul --on {on}"))

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from tilemesh.cli.next_command import again
 from tilemesh.cli.output import Block, Output, console_beside, interrupt, on_signals, table_of
+from tilemesh.core.advice import NextCommand
 from tilemesh.core.options import ROWS, Known, OutFile, OutFolder, Seconds, Words, option
 from tilemesh.runs import names
 
@@ -60,4 +62,5 @@ def all(options: AllBenchOptions) -> Output:  # noqa: A001 - a command is called
         if rows:
             write_text(bench_page(rows), folder / f"{name}.html")
             text.append(f"page: {folder / f'{name}.html'}")
-    return Output(text, findings.rows)
+    after = NextCommand(f"report {folder / names.ROWS} --html rows.html") if not findings.left else again("")
+    return Output(text, findings.rows, next=after)

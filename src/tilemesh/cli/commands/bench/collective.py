@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
+from tilemesh.cli.next_command import again
 from tilemesh.cli.output import Output
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.options import ROWS, Known, OutFile, OutPicture, argument, changed_flags, option
@@ -82,7 +83,8 @@ def _measure(options: CollectiveOptions, ranks: str) -> Output:
     measured = (collective_rows(names, n, sizes, transport=transport, algorithms=chosen, quick=quick) for n in counts)
     rows = [row for of_count in measured for row in of_count]
     text = [[*table(rows), *summary(rows)]]
-    return Output(text, rows, {"chart": lambda: bench_drawings(rows), "html": lambda: bench_page(rows)})
+    return Output(text, rows, {"chart": lambda: bench_drawings(rows), "html": lambda: bench_page(rows)},
+                  next=again("--fit"))  # fmt: skip
 
 
 def fit_machine(options: CollectiveOptions, ranks: str) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from tilemesh.cli.next_command import after_recipes
 from tilemesh.cli.output import Output, interrupt, on_signals, show, tell
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.options import ROWS, Commas, Count, Known, OutFile, OutFolder, Seconds, Seed, Words, argument, option
@@ -89,14 +90,14 @@ def compress(options: CompressBenchOptions) -> Output:
             with on_signals(interrupt, signal.SIGTERM):
                 bench_recipes(model, recipes, text, case, options.peers, options.seconds, tell, dtype, keep, findings)
         except KeyboardInterrupt:
-            show(_output(findings, run), options)
+            show(_output(options.model, findings, run), options)
             raise KeyboardInterrupt(f"after {len(findings.points)} of {len(recipes)} recipes") from None
     if run is not None:
         keep_compress_run(run, settings, findings)
     if failed := findings.failed:
-        show(_output(findings, run), options)
+        show(_output(options.model, findings, run), options)
         raise RunError(f"{len(failed)} of {len(recipes)} recipes failed: {', '.join(failed)}; see the lines above")
-    return _output(findings, run)
+    return _output(options.model, findings, run)
 
 
 def _that_fit(model: Transformer, recipes: list[str], are_default: bool, say: Callable[[str], None]) -> list[str]:
@@ -118,9 +119,10 @@ def _that_fit(model: Transformer, recipes: list[str], are_default: bool, say: Ca
     return kept
 
 
-def _output(findings: CompressFindings, run: Path | None) -> Output:
+def _output(model: str, findings: CompressFindings, run: Path | None) -> Output:
     """The rows, and the page of the run."""
     from tilemesh.cli.pages import write_pages
 
     pages = write_pages([str(run)], None) if findings.rows and run is not None else []
-    return Output([findings.rows, *(f"page: {page}" for page in pages)], findings.rows)
+    after = after_recipes(model, findings.points) if findings.points else None
+    return Output([findings.rows, *(f"page: {page}" for page in pages)], findings.rows, next=after)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from tilemesh.cli.output import Output
+from tilemesh.core.advice import NextCommand
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.options import ROWS, OutFile, option
 from tilemesh.core.ranges import Range
@@ -44,4 +45,4 @@ def exchange(options: ExchangeOptions) -> Output:
     if options.algorithm not in known:
         raise unknown("algorithm", options.algorithm, known)
     measured = exchange_rows(**{name: value for name, value in vars(options).items() if name != "json"})
-    return Output([measured], measured)
+    return Output([measured], measured, next=NextCommand("bench collective all_reduce --fit"))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from tilemesh.cli.next_command import again
 from tilemesh.cli.output import Output, console_beside, print_block
 from tilemesh.core.errors import UsageError
 from tilemesh.core.options import ROWS, TURN, Count, Known, OutFile, OutFolder, Seconds, Words, argument, option
@@ -76,4 +77,4 @@ def graph(options: GraphBenchOptions) -> Output:
             console.print(f"  as torch traced it: {reason}")
         print_block(findings.rows, console)
         rows.add(findings.rows)
-    return Output(json=rows)
+    return Output(json=rows, next=again("--profile profile"))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
+from tilemesh.cli.next_command import again
 from tilemesh.cli.operators import problem_settings
 from tilemesh.cli.output import Block, Output, console_beside, table_of
+from tilemesh.core.advice import NextCommand
 from tilemesh.core.errors import UsageError
 from tilemesh.core.options import ROWS, TURN, Commas, Count, OutFile, OutPicture, Words, argument, option
 from tilemesh.core.ranges import Range
@@ -59,6 +61,7 @@ def kernel(options: KernelBenchOptions) -> Output:
     from tilemesh.bench.harness import KeptRows, TimingTurn
     from tilemesh.bench.kernel.run import measure_cases
     from tilemesh.cli.pages import bench_drawings, bench_page, read_trials
+    from tilemesh.measure.machine import usable_gpus
 
     if options.tried is not None:  # what cannot be read is told before minutes of measuring
         read_trials(options.tried)
@@ -84,7 +87,10 @@ def kernel(options: KernelBenchOptions) -> Output:
             turn=None if options.turn is None else TimingTurn(options.turn),
         )
     text: list[Block] = [rows, *(f"not measured: {words}: {why}" for words, why in without.items())]
-    return Output(text, rows, {"chart": lambda: bench_drawings(rows), "html": lambda: bench_page(rows, options.tried)})
+    files: dict[str, Any] = {"chart": lambda: bench_drawings(rows), "html": lambda: bench_page(rows, options.tried)}
+    shapes = [str(row.case["shape"]) for row in rows if row.name == "matmul"]
+    after = NextCommand(f"tune {shapes[0]}") if shapes and usable_gpus() else again("--html kernels.html")
+    return Output(text, rows, files, next=after)
 
 
 def _counted(rows: Sequence[Row]) -> Iterator[Block]:

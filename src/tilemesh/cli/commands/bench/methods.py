@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from tilemesh.cli.output import Output, console_beside
+from tilemesh.core.advice import NextCommand
 from tilemesh.core.options import ROWS, OutFile, OutPicture, option
 from tilemesh.core.ranges import Range
 
@@ -35,7 +36,8 @@ def methods(options: MethodsBenchOptions) -> Output:
     return Output(
         [rows, *measured.notes],
         rows,
-        {
+        next=NextCommand("train --mesh dp=2 --set train.method=local"),
+        files={
             "chart": lambda: drawings(curves, loads, bounds),
             "html": lambda: render(rows, curves, measured.notes, loads, bounds),
         },

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from tilemesh.cli.output import Output, console_beside
+from tilemesh.core.advice import NextCommand
 from tilemesh.core.errors import UsageError
 from tilemesh.core.options import ROWS, Commas, Count, OutFile, argument, option
 from tilemesh.core.ranges import Range
+
+if TYPE_CHECKING:
+    from tilemesh.measure.row import Row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,4 +56,15 @@ def pipeline(options: PipelineBenchOptions) -> Output:
             rows.add(sleeping_rows(count, names, microbatches, options.repeats, transport, peers))
         for name in names if options.sends is not None else ():
             rows.add(sends_rows(count, name, sizes, microbatches, options.repeats, transport))
-    return Output([rows], rows)
+    return Output([rows], rows, next=_next(rows))
+
+
+def _next(rows: Sequence[Row]) -> NextCommand | None:
+    """To train with the schedule that is predicted to be quickest on the most ranks, beside 1f1b."""
+    most = max((int(str(row.case["ranks"])) for row in rows), default=0)
+    times = {str(row.case["schedule"]): row.predicted for row in rows if row.case["ranks"] == most and row.predicted}
+    if "1f1b" not in times:
+        return None
+    best = min(times, key=lambda name: times[name] or 0.0)
+    words = f"train --mesh pp={most} --set plan.schedule={best}"
+    return NextCommand.faster(words, times["1f1b"] or 0.0, times[best] or 0.0) if best != "1f1b" else NextCommand(words)

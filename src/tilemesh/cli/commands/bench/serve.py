@@ -12,8 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from tilemesh.cli.next_command import again
 from tilemesh.cli.output import Block, Output, console_beside
 from tilemesh.cli.planned import bench_planned, check_bench_planned
+from tilemesh.core.advice import NextCommand
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.options import ROWS, Commas, Count, Known, OutFile, OutFolder, Seed, Words, argument, option
 from tilemesh.core.ranges import Range
@@ -127,7 +129,10 @@ def serve(options: ServeBenchOptions) -> Output:
         settings |= {"step_tokens": limits.step_tokens, "goal": options.goal, "seed": options.seed}
         folder = write_serve_run(options.run, settings, bench.found, limits.page_tokens)
         text += [f"page: {page}" for page in write_pages([str(folder)], None)]
-    return Output(text, bench.found.rows)
+    after = again("--rates 1,4,16") if not loads else NextCommand(
+        f"plan serve {options.model} --cluster local --rate {max(rate or 1.0 for rate, _ in loads):g} --out plan.toml"
+    )  # fmt: skip
+    return Output(text, bench.found.rows, next=after)
 
 
 def _load_server(options: ServeBenchOptions, url: str) -> Output:

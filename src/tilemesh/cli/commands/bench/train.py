@@ -6,11 +6,13 @@ A row of tokens per second, and one of the fullest rank's memory.
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+from tilemesh.cli.next_command import after_layout, again
 from tilemesh.cli.output import Output, console_beside
 from tilemesh.cli.targets import check_filled
 from tilemesh.core.options import ROWS, Count, Known, OutFile, OutFolder, Words, argument, option
@@ -43,6 +45,7 @@ def train(options: TrainBenchOptions) -> Output:
     from tilemesh.bench.train.rows import train_rows
     from tilemesh.launch.start import choose_transport
     from tilemesh.measure.machine import usable_gpus
+    from tilemesh.train.config import DEFAULT_PRESET
     from tilemesh.train.load import load
     from tilemesh.train.predict import predict_run
 
@@ -71,4 +74,10 @@ def train(options: TrainBenchOptions) -> Output:
         say=console.print,
     )
     rows = train_rows(config, compared, predicted, gpus, also)
-    return Output([rows], rows)
+    asked = "train " + (options.config or DEFAULT_PRESET)
+    after = after_layout(
+        config,
+        lambda changes: f"bench {asked} --also {shlex.quote(','.join(changes))}",
+        again("--profile profile").words,
+    )
+    return Output([rows], rows, next=after)

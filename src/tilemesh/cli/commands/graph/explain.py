@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tilemesh.cli import chosen
+from tilemesh.cli.next_command import again
 from tilemesh.cli.output import Output
 from tilemesh.cli.placed import place, placed_drawing, placed_lines
 from tilemesh.cli.placed import record as placed_record
@@ -111,7 +112,9 @@ def explain(options: ExplainOptions) -> Output:
     if placed is not None:
         more.insert(0, lambda: placed_summary(placed, str(options.mesh), device, answers, runs))
     files = {"svg": drawn, "html": lambda: _page(options.program, drawn(), record, device, [show() for show in more])}
-    return Output([text, rows, *([run_words(runs)] if runs else [])], [record, *rows], files)
+    more_words = "--mesh dp=2 --choose all" if options.mesh is None else "--device local --run"
+    following = None if options.run else again(more_words)
+    return Output([text, rows, *([run_words(runs)] if runs else [])], [record, *rows], files, next=following)
 
 
 def _placed(

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tilemesh.cli.commands.plan.train import ModelOnCluster, named_cluster, origin, plan_note
 from tilemesh.cli.models import load_model
+from tilemesh.cli.next_command import again
 from tilemesh.cli.output import Block, Output, table_of
+from tilemesh.core.advice import NextCommand
 from tilemesh.core.errors import UsageError
 from tilemesh.core.options import OutFile, option
 from tilemesh.core.units import format_bytes
@@ -75,8 +77,13 @@ def align(options: AlignPlanOptions) -> Output:
     note = plan_note(title)
     files: dict[str, Any] = {"svg": lambda: draw_step(best.placement, best.step, title)}
     files["out"] = lambda: placement_text(best.placement, work, model, note)
+    after = NextCommand(f"align RUN --task TASK --plan {options.out}", f"{best.step.seconds:.4g} s per step")
+    if options.out is None:
+        after = again("--runnable" if reasons[0] else "--out plan.toml")
     objects = [_object(options, work, cluster.name, place, each) for place, each in enumerate(ranked)]
-    return Output(text, [{**each, "runs": why or "yes"} for each, why in zip(objects, reasons, strict=True)], files)
+    return Output(
+        text, [{**each, "runs": why or "yes"} for each, why in zip(objects, reasons, strict=True)], files, next=after
+    )
 
 
 def _work(texts: Sequence[str]) -> AlignWork:

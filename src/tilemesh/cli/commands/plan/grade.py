@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tilemesh.cli.commands.plan.train import origin
 from tilemesh.cli.output import Block, Output, table_of
+from tilemesh.core.advice import NextCommand
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.options import Known, OutFile, argument, option, refuse
 from tilemesh.core.units import format_bytes, format_count, format_seconds
@@ -34,8 +36,20 @@ class GradeOptions:
 def grade(options: GradeOptions) -> Output:
     if options.of is None:
         refuse(options, "{} is about the log of another engine: say which with --of", "plan", "cluster", "code")
-        return grades([grade_run(path) for path in options.runs])
-    return grades([_grade_log(options, options.of, path) for path in options.runs])
+        return grades([grade_run(path) for path in options.runs], _next(options.runs[-1]))
+    fit = NextCommand("plan fit RUNS.toml --out profile.toml")
+    return grades([_grade_log(options, options.of, path) for path in options.runs], fit)
+
+
+def _next(path: str) -> NextCommand | None:
+    """What follows on the run itself; of one whose layout is the best, its time beside what others would take."""
+    from tilemesh.cli.next_command import after_run
+    from tilemesh.report.run import read
+    from tilemesh.runs.names import CONFIG
+
+    after = after_run(read(path))
+    is_this = after is not None and after.words.startswith("plan grade")
+    return NextCommand(f"bench train {shlex.quote(path.rstrip('/'))}/{CONFIG}") if is_this else after
 
 
 def _grade_log(options: GradeOptions, kind: str, path: str) -> Graded:
@@ -55,7 +69,7 @@ def _grade_log(options: GradeOptions, kind: str, path: str) -> Graded:
     return grade_log(Path(path), kind, model, plan.layout, context, cluster, rates, software)
 
 
-def grades(graded: Sequence[Graded]) -> Output:
+def grades(graded: Sequence[Graded], after: NextCommand | None = None) -> Output:
     """The grades of each run, and how well the order of their step times was foreseen."""
     from tilemesh.plan.grade import rank_correlation
 
@@ -85,7 +99,8 @@ def grades(graded: Sequence[Graded]) -> Output:
                 f"{name}: {sum(map(bool, inside))} of {len(inside)} measurements lie inside the predicted range"
             )
         text.append(f"rank correlation of predicted and measured step time over {len(times)} runs: {words}")
-    return Output(text, [figures | origin() for figures in objects])
+    is_off = any(figure.holds is False for run in graded for figure in run.grades)
+    return Output(text, [figures | origin() for figures in objects], next=NextCommand("calibrate") if is_off else after)
 
 
 def grade_run(path: str) -> Graded:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import tilemesh
 from tilemesh.cli.commands.plan.train import OUT, ModelOnCluster, Money, named_cluster, origin, plan_note
 from tilemesh.cli.models import load_model
+from tilemesh.cli.next_command import again
 from tilemesh.cli.output import Block, Output, table_of
 from tilemesh.cli.targets import check_targets
+from tilemesh.core.advice import NextCommand
 from tilemesh.core.errors import UsageError
 from tilemesh.core.options import OutFile, OutFolder, option
 from tilemesh.core.units import format_bytes, format_seconds
@@ -77,7 +79,11 @@ def serve(options: ServePlanOptions) -> Output:
     text += _for_vllm(options, model, cluster, dtype, best) if options.engine else []
     is_plan = options.out is not None and options.engine is None
     files = {"out": lambda: _plan_file(options, model, cluster, dtype, best)} if is_plan else {}
-    return Output(text, [_object(options, dtype, cluster.name, layouts, loads)], files)
+    after = NextCommand(f"serve RUN --plan {options.out}", f"{best.most_requests_per_s:.4g} requests/s at most")
+    return Output(
+        text, [_object(options, dtype, cluster.name, layouts, loads)], files,
+        next=None if options.engine else after if is_plan else again("--out plan.toml"),
+    )  # fmt: skip
 
 
 def _plan_file(options: ServePlanOptions, model: ModelConfig, cluster: Cluster, dtype: str, best: ServeLayout) -> str:

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tilemesh
 from tilemesh.cli.models import MODEL_WORDS, load_model
+from tilemesh.cli.next_command import again
 from tilemesh.cli.output import Block, Output, show
 from tilemesh.cli.targets import check_targets
+from tilemesh.core.advice import NextCommand
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.options import Known, OutFile, OutFolder, argument, option, refuse
 from tilemesh.core.ranges import Range
-from tilemesh.core.units import parse_count, parse_fraction
+from tilemesh.core.units import format_count, format_seconds, parse_count, parse_fraction
 
 if TYPE_CHECKING:
     from tilemesh.core.calibration import Rates
@@ -120,7 +122,19 @@ def train(options: TrainPlanOptions) -> Output:
         files["out"] = lambda: _plan_file(result)
     of_all = {"software": software.words, **origin()}
     objects = [result.figures(place) | of_all for place in range(len(result.predictions))]
-    return Output(text, [objects[0] | ({"money": money} if money else {}), *objects[1:]], files)
+    after = None if options.engine is not None else _next(options, result)
+    return Output(text, [objects[0] | ({"money": money} if money else {}), *objects[1:]], files, next=after)
+
+
+def _next(options: TrainPlanOptions, result: SearchResult) -> NextCommand:
+    """Run the plan, or first the one that can be."""
+    from tilemesh.plan.prediction import pins_to_train, trainable
+
+    best, pins = result.best, pins_to_train(result.best.plan)
+    if trainable(best.plan, result.refused) != "yes":
+        return again(f"--fix {pins}" if pins else "--explain")
+    gain = f"{format_seconds(best.step_time_s)} per step, {format_count(best.tokens_per_s)} tokens/s"
+    return again("--out plan.toml") if options.out is None else NextCommand(f"train --plan {options.out}", gain)
 
 
 def _search(options: TrainPlanOptions, model: ModelConfig, cluster: str) -> tuple[SearchResult, Software]:
