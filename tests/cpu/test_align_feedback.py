@@ -35,6 +35,8 @@ def score(prompt, answer, case):
         time.sleep(60)
     if answer == "die":
         os._exit(3)
+    if answer == "interrupted":
+        os.kill(os.getpid(), 2)  # as Ctrl-C does to all processes of a terminal
     if answer == "text":
         return "ten"
     if answer == "nan":
@@ -89,7 +91,7 @@ def test_answers_that_were_sent_ahead_keep_their_places(functions: Path) -> None
     """Among 200 of up to 40 kB, those that end the process or are too slow are the only ones without a score."""
     verifier = Verifier(f"{functions}:score", deadline_s=2.0)
     words = ["x" * (number % 7 + 1) * (6000 if number % 31 == 0 else 1) for number in range(200)]
-    words[20], words[21], words[150] = "die", "die", "raise"
+    words[20], words[21], words[150], words[151] = "die", "die", "raise", "interrupted"
     try:
         scored = verifier([("p", word, {}) for word in words])
     finally:

@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -130,6 +131,7 @@ class FunctionProcess:
 
 def main(spec: str) -> int:
     """Call with what comes on standard input. What the function prints goes to standard error."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which still asks for this step's answers
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
 
