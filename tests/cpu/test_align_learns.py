@@ -56,8 +56,8 @@ def shuffle_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 BATCH = ("align.prompts=16", "align.answers=16", "optimizer.lr=1e-3", "train.steps=60")
-LEARNT, NOT_LEARNT = 0.1, 0.05
-"""Of the reward: at least so much more at last than at first, and at most."""
+LEARNT = 0.1
+"""Of the reward: at least so much more at last than at first; half of it, where rewards are shuffled, is chance."""
 ALGORITHMS: dict[str, tuple[str, ...]] = {
     "grpo": (),
     "rloo": ("align.weighting=token",),
@@ -89,14 +89,20 @@ def test_every_algorithm_learns_to_sort_and_nothing_from_shuffled_rewards(
 
 
 def check_learnt(
-    monkeypatch: pytest.MonkeyPatch, start: Path, run: Path, seed: int, is_shuffled: bool, *sets: str
+    monkeypatch: pytest.MonkeyPatch,
+    start: Path,
+    run: Path,
+    seed: int,
+    is_shuffled: bool,
+    *sets: str,
+    least: float = LEARNT,
 ) -> list[dict[str, Any]]:
-    """That the task's own reward rises, or with shuffled rewards does not; the steps of the run."""
+    """That the task's own reward rises by `least`, or with shuffled rewards by less than half; the run's steps."""
     if is_shuffled:
         shuffle_rewards(monkeypatch)
     lines = align(start, run, *sets, seed=seed)
     before, after = gain(lines, "reward/task")
-    assert after < before + NOT_LEARNT if is_shuffled else after > before + LEARNT
+    assert after < before + least / 2 if is_shuffled else after > before + least
     return lines
 
 
@@ -127,11 +133,12 @@ def test_a_bandit_and_sums_are_learnt(
 def test_a_verifier_that_can_be_hacked_is_and_the_parts_show_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, is_shuffled: bool
 ) -> None:
-    """It pays for the word ok: the reward goes up, and what was meant does not."""
+    """It pays for the word ok: the reward goes up, and what was meant does not. Over 80 steps shuffled rewards move the
+    model too, by 0.08 of reward either way (one deviation, ten seeds): so more is asked here."""
     steps, example = STARTS["hackable"]
     start = write_start(tmp_path / "start", "hackable", steps, seed, example=example)
-    sets = ("align.task=hackable", *BATCH, "align.prompts=8", "optimizer.lr=5e-4", "train.steps=40")
-    lines = check_learnt(monkeypatch, start, tmp_path / "run", seed, is_shuffled, *sets)
+    sets = ("align.task=hackable", *BATCH, "align.prompts=8", "optimizer.lr=5e-4", "train.steps=80")
+    lines = check_learnt(monkeypatch, start, tmp_path / "run", seed, is_shuffled, *sets, least=0.4)
     if not is_shuffled:
         before, after = gain(lines)
         assert before < 0.6
