@@ -66,6 +66,15 @@ def test_what_is_shared_out_is_told_or_refused(name: str) -> None:
     assert ("model" in {refusal.field for refusal in engine.why_not(experts)}) == takes_model
 
 
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("zero_group", [0, 2])
+def test_torchtitan_s_degrees_multiply_to_all_ranks(zero: int, zero_group: int) -> None:
+    plan = ParallelPlan(dp=4, tp=2, cp=2, zero=zero, zero_group=zero_group, precision="bf16")
+    told = {name: value for name, value in ENGINES["torchtitan"].values(job(plan)).items() if name.endswith("-degree")}
+    assert math.prod(told.values()) == plan.world
+    assert told["parallelism.data-parallel-shard-degree"] == (zero_group or plan.dp)
+
+
 def served() -> EngineJob:
     return job(ParallelPlan(dp=4, tp=4, precision="bf16"), running=64, step_tokens=512)
 

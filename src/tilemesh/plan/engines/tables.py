@@ -24,8 +24,8 @@ _UNEXPRESSED = {
 
 
 def _sharded(plan: ParallelPlan) -> int:
-    """Replicas that share what `fully_shard` cuts: of ZeRO-2 and ZeRO-3 alike, which differ in when it is gathered."""
-    return plan.zero_ranks if plan.zero > 1 else 1
+    """Replicas that share what `fully_shard` cuts, without the ranks of cp that do too: of ZeRO-2 and ZeRO-3 alike."""
+    return (plan.zero_group or plan.dp) if plan.zero > 1 else 1
 
 
 def _is_even(job: EngineJob) -> bool:
