@@ -76,7 +76,7 @@ STRICTER = {
 }
 # The most lines that a room may have: raised only in the commit that adds a named capability. `make size` prints them.
 MOST_LINES = {
-    "core": 8_802,
+    "core": 8_809,
     "measure": 3_052,
     "launch": 2_140,
     "runs": 2_173,
@@ -85,7 +85,7 @@ MOST_LINES = {
     "comm": 11_343,
     "graph": 9_541,
     "model": 10_667,
-    "plan": 8_584,
+    "plan": 8_593,
     "parallel": 10_129,
     "methods": 1_978,
     "compress": 1_820,

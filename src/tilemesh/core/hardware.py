@@ -57,6 +57,8 @@ class Device:
     """Of a GPU that a file describes (`core/described_gpu.py`): the one here whose constants hold for it too."""
     ranks_per_core: float = 1.0
     """Above 1 on a CPU whose ranks outnumber its cores: figures are those of a rank while all of them compute."""
+    heap: str = ""
+    """Of a CPU "glibc" where torch takes its tensors from it: it holds more than they need."""
 
     @property
     def kin(self) -> str:

@@ -18,9 +18,14 @@ KEPT_BYTES = 1 << 30
 """So much at the end of the heap stays before any of it goes back."""
 
 
+def is_from_glibc() -> bool:
+    """Whether torch takes its tensors from glibc here."""
+    return sys.platform == "linux" and platform.machine() == "x86_64"
+
+
 def keep_freed_memory() -> bool:
     """Whether this process does so from now on. Who has set glibc's malloc in the environment has decided."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
+    if not is_from_glibc():
         return False
     if "GLIBC_TUNABLES" in os.environ or any(name.startswith("MALLOC_") for name in os.environ):
         return False

@@ -165,20 +165,19 @@ ACCUMULATE_BYTES: Mapping[str, int] = {
 RESERVED_BYTES: Mapping[str, int] = {
     "gpu": 3 * 2**29,
     "cpu": 70 * 2**20,
-    "ranks": 9 * 2**20,
-    "stages": 16 * 2**20,
     "compiler": 122 * 2**20,
 }
 """A process's own. GPU: CUDA context 0.5 GiB, NCCL's buffers and cuBLAS's workspace another; ASSUMED. CPU: what torch
-loads with its first step, beside other ranks also what passing messages takes (a stage of 4 MiB in shared memory for
-every rank of a group among it), between stages more, and torch's compiler, which its recomputation imports too;
-MEASURED on layouts of the tiny preset, arm64: alone 65 to 75 MiB more than the tensors, with recomputation 121 more;
-beside others by least squares over fifteen layouts of two and four ranks, with the next."""
+loads with its first step, and torch's compiler, which its recomputation imports too; MEASURED on layouts of the tiny
+preset, arm64: alone 65 to 75 MiB more than the tensors, with recomputation 121 more."""
 
-RANKS_SLACK = 0.17
-"""Of what a pass has on a CPU beside other ranks, what the allocator holds more: freed blocks that did not go back to
-the system in time, and what lies between blocks. MEASURED as above; two ranks that do the same differ by up to a tenth
-of all they hold (184 and 167 MiB), so no layout is nearer than that."""
+BESIDE: Mapping[str, tuple[int, int, float]] = {"": (9 << 20, 16 << 20, 0.17), "glibc": (-16 << 20, 0, 1.2)}
+"""Of a process of a CPU beside other ranks, by who gives it memory: what it has more of its own than one alone (what
+passing messages takes, of it a stage of 4 MiB in shared memory for every rank of a group), what more between stages,
+and of what a pass has, what the allocator holds more: freed blocks that did not go back to the system in time, and what
+lies between blocks. MEASURED, least squares: arm64 (mimalloc) fifteen layouts of two and four ranks; two ranks that do
+the same differ by up to a tenth of all they hold (184 and 167 MiB). x86-64 (glibc) nine layouts, where blocks that do
+not fit again grow with a pass as it is before tp cuts it; two runs of a layout differ by up to a third."""
 
 HEADROOM = 0.05
 """Of the memory that the driver reports, what a plan leaves free unless told otherwise (`--headroom`); an allocator's

@@ -20,6 +20,7 @@ from tilemesh.core.calibration import Calibration, Rates
 from tilemesh.core.cores import threads_for
 from tilemesh.core.errors import UsageError, nearest, unknown
 from tilemesh.core.hardware import CPU, DEVICES, LOCAL, Cluster, ClusterNode, Link, device_for, make_node
+from tilemesh.core.heap import is_from_glibc
 from tilemesh.plan import constants
 
 FITS = "collectives"
@@ -116,6 +117,7 @@ def local_cpu(calibration: Calibration, ranks: int, cores: int, memory_bytes: in
         memory_bytes_per_s=rates.copy_bytes_per_s or copy,
         sm_count=threads_for(ranks, cores),
         ranks_per_core=max(1.0, ranks / cores),
+        heap="glibc" if is_from_glibc() else "",
     )
     link = measured_link(calibration, ranks, cores) or assumed_link(copy, ranks, cores)
     words = _measured(calibration)

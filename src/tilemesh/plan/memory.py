@@ -122,11 +122,10 @@ def visiting_bytes(model: ModelConfig, task: Task) -> int:
 
 def reserved_bytes(device: Device, ranks: int, compiler: bool, stages: int = 1) -> int:
     """What a process takes beside its tensors; `compiler`: whether torch's is loaded."""
-    known = constants.RESERVED_BYTES
+    known, (beside, between, _) = constants.RESERVED_BYTES, constants.BESIDE[device.heap]
     if device.kind != "cpu":
         return known[device.kind]
-    beside = known["ranks"] * (ranks > 1) + known["stages"] * (stages > 1)
-    return known["cpu"] + beside + known["compiler"] * compiler
+    return known["cpu"] + beside * (ranks > 1) + between * (stages > 1) + known["compiler"] * compiler
 
 
 def kv_cache_bytes(model: ModelConfig, context: int, element_bytes: int = 2) -> int:
@@ -221,7 +220,7 @@ class Room:
         self._chunked_loss = chunked_loss and not model.logit_cap
         self.context = context
         self._world = cluster.world + beside
-        self._slack = constants.RANKS_SLACK if self._is_one_memory and self._world > 1 else 0.0
+        self._slack = constants.BESIDE[self._device.heap][2] if self._is_one_memory and self._world > 1 else 0.0
         self._ranks: dict[tuple[object, ...], list[_RankNeeds]] = {}
         self._peaks: dict[tuple[object, ...], list[int]] = {}
         self._looked: dict[tuple[ChunkPlacement, tuple[int, ...], bool], tuple[tuple[int, ...], ...]] = {}
@@ -274,7 +273,8 @@ class Room:
         if plan.offload:
             return self.fullest(plan, counts).total_bytes
         peaks = self._peaks_beside(plan, counts, groups)
-        return max([rest + peak + int(self._slack * peak) for rest, peak in zip(nbytes, peaks, strict=True)])
+        slack = self._slack_of(plan)
+        return max([rest + peak + int(slack * peak) for rest, peak in zip(nbytes, peaks, strict=True)])
 
     def _sure_bytes(self, plan: ParallelPlan) -> int:
         """What every layer of a rank keeps of a microbatch when its backward pass begins there: in one direction all of
@@ -327,9 +327,17 @@ class Room:
             needs, weights, optimizer = _left_on_device(plan, needs, weights, optimizer, plan.pp > 1)
         working = needs.brief + self._zero_bytes(plan, needs)
         later = self._later_bytes(plan, needs)
-        slack = int(self._slack * needs.activations) + int(self._slack * (needs.logits + working))
-        reserved = needs.reserved + slack
+        slack = self._slack_of(plan)
+        reserved = needs.reserved + int(slack * needs.activations) + int(slack * (needs.logits + working))
         return weights, gradients, optimizer, needs.activations, needs.logits, working, reserved, later
+
+    def _slack_of(self, plan: ParallelPlan) -> float:
+        """Of what a pass has, what the allocator holds more: glibc of a pass as it is before tp cuts it."""
+        if not self._slack or not self._device.heap or plan.tp == 1:
+            return self._slack
+        uncut = replace(plan, tp=1, sequence_parallel=False, expert_tp=0)
+        cut_bytes, uncut_bytes = (max(kept for kept, _ in self.layers(each)) for each in (plan, uncut))
+        return self._slack * uncut_bytes / cut_bytes
 
     def _zero_bytes(self, plan: ParallelPlan, rank: _RankNeeds) -> int:
         """What ZeRO holds beside a rank's states: whole for moments the weights of the chunk at work and of those
