@@ -10,6 +10,7 @@ from tilemesh.core.calibration import Calibration, Rates
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import preset
+from tilemesh.plan import constants
 from tilemesh.plan.choose import SearchResult, search
 from tilemesh.plan.clock import host_step_s, kind_of
 from tilemesh.plan.prediction import Times
@@ -33,6 +34,25 @@ def test_passes_count_for_each_microbatch_and_the_update_once() -> None:
     assert host_step_s(COSTS, GPT, "eager", 12, 1) == 0  # not measured
     assert host_step_s(COSTS, preset("tinyllama-1.1b"), "compiled", 12, 1) == 0
     assert [kind_of(preset(name)) for name in ("gpt3-175b", "llama-2-7b", "tiny")] == ["gpt", "llama", "llama"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "calls"),
+    [
+        ({"dp": 2}, 0),
+        ({"tp": 2}, 4),
+        ({"tp": 2, "sequence_parallel": True}, 8),
+        ({"dp": 2, "zero": 3}, 3),
+        ({"tp": 2, "accumulation": 4}, 16),
+    ],
+)
+def test_the_host_calls_other_ranks_in_every_layer(settings: dict[str, int], calls: int) -> None:
+    """Of a layer: two sums each way; cut along the sequence a gather and a scattering sum for each; with ZeRO-3 two
+    gathers and a scattering sum."""
+    plan = ParallelPlan(**settings, precision="bf16")  # type: ignore[arg-type]
+    own = host_step_s(COSTS, GPT, "compiled", 12, plan.accumulation)
+    found = Estimator(GPT, TWO, rates=SLOW, code="compiled").host_s(plan)
+    assert found - own == pytest.approx(12 * calls * constants.EXCHANGE_HOST_S)
 
 
 @pytest.mark.parametrize(("batch", "waits"), [(1, True), (32, False)])
@@ -90,7 +110,7 @@ def searched(rates: Rates | None, batch: int, cluster: str = "2xh200") -> Search
 def test_words_say_what_of_the_host_is_in_the_figures() -> None:
     assert "waits" in why(searched(SLOW, 1))[-1]
     assert why(searched(SLOW, 32))[-1] == "The host needs 16.2 ms to launch a step, while the GPU works."
-    assert "more waiting for the host" in runner_up(searched(SLOW, 8))
+    assert "more waiting for the host" in runner_up(searched(SLOW, 2))
     assert why(searched(BARE, 8))[-1].startswith("Not in these figures: the host's time")
     # Long steps hide it whatever it is; on one GPU there are no others.
     said = why(search("tinyllama-1.1b", "1xh200", batch=8))

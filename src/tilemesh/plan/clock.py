@@ -455,15 +455,18 @@ def _left(exchange_s: float, behind_s: float, layers: int) -> float:
     return max(alone, exchange_s - behind_s * (layers - 1) / layers)
 
 
-def host_step_s(measured: Mapping[str, float], model: ModelConfig, code: Code, layers: int, microbatches: int) -> float:
-    """Seconds of the host for a step; 0 where its figures for this kind of layer and code were not measured."""
+def host_step_s(
+    measured: Mapping[str, float], model: ModelConfig, code: Code, layers: int, microbatches: int, exchanges: int = 0
+) -> float:
+    """Seconds of the host for a step that calls other ranks so often; 0 where its figures for this kind of layer and
+    code were not measured."""
     name = f"{kind_of(model)}-{code}"
     try:
         passes_s = measured[f"{name}-passes-layer"] * layers + measured[f"{name}-passes"]
         update_s = measured[f"{name}-update-layer"] * layers + measured[f"{name}-update"]
     except KeyError:
         return 0.0
-    return microbatches * passes_s + update_s
+    return microbatches * passes_s + update_s + exchanges * constants.EXCHANGE_HOST_S
 
 
 def kind_of(model: ModelConfig) -> str:

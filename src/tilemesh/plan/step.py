@@ -24,13 +24,14 @@ from tilemesh.core.step.program import recomputed_layers
 from tilemesh.core.step.schedule import RankLoad
 from tilemesh.core.step.simulate import StepTimes, simulate
 from tilemesh.model.config import ModelConfig
+from tilemesh.model.work.exchanges import layer_exchanges
 from tilemesh.model.work.operations import hardware_flops, model_flops
 from tilemesh.model.work.slices import slice_shares
-from tilemesh.model.work.step_exchanges import sent_bytes, step_exchanges
+from tilemesh.model.work.step_exchanges import scatters_of, sent_bytes, step_exchanges
 from tilemesh.model.work.task import STATE_BYTES, Code
 from tilemesh.model.work.weights import RankParameters, why_not
 from tilemesh.plan import constants
-from tilemesh.plan.clock import Chunks, Clock, DataExchange, data_exchange, host_step_s
+from tilemesh.plan.clock import Chunks, Clock, DataExchange, data_exchange, gathered, host_step_s
 from tilemesh.plan.cut import spread, spread_uneven
 from tilemesh.plan.memory import Room, rank_state_bytes, usable_bytes
 from tilemesh.plan.offload import MovedBytes, RankPassTimes, host_rates, offload_s, on_device
@@ -381,7 +382,11 @@ class Estimator:
         if self.replays(plan):
             return 0.0
         measured = {} if self.rates is None else self.rates.host_s
-        return host_step_s(measured, self.model, self.clock.code(plan), layers, plan.accumulation)
+        if not measured:
+            return 0.0
+        calls = plan.accumulation * sum(1 for _ in layer_exchanges(self.model, self.clock.task(plan)))
+        calls += (gathered(plan) + scatters_of(plan)) * (plan.zero == 3)
+        return host_step_s(measured, self.model, self.clock.code(plan), layers, plan.accumulation, layers * calls)
 
     def _times(self, plan: ParallelPlan, frame: Frame) -> Times:
         """The step's seconds by what they went to, on the busiest rank; the rest of the pipeline's is bubble."""

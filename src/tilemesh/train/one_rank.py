@@ -54,11 +54,14 @@ class RankOfMany:
     predicted: Prediction
     memory_bytes: int
     """Predicted of this rank's stage, as far as a run can see it."""
+    host_s: float = 0.0
+    """What the host needs to launch the rank's step; 0 where that was not measured."""
 
     @property
     def compute_s(self) -> float:
-        """Of the predicted step, what is neither exchange nor waiting for other stages."""
-        return self.predicted.step_time_s - self.predicted.times.exposed_s - self.predicted.times.bubble_s
+        """Of the predicted step, what is neither exchange nor waiting for other stages; no less than launching it."""
+        times = self.predicted.times
+        return max(self.predicted.step_time_s - times.exposed_s - times.bubble_s - times.host_s, self.host_s)
 
     @property
     def beside_s(self) -> float:
@@ -81,7 +84,7 @@ def rank_of_many(config: TrainConfig, cluster: str) -> RankOfMany:
     stage = model.busiest_stage(plan)
     memory = model.room.stages(plan, predicted.chunk_layers, (stage,))[0]
     rank = stage * (plan.world // plan.pp)
-    return RankOfMany(config, machines, rank, predicted, memory.seen_bytes(machines.device.kind))
+    return RankOfMany(config, machines, rank, predicted, memory.seen_bytes(machines.device.kind), model.host_s(plan))
 
 
 def _cluster(text: str, device: str) -> tuple[Cluster, Rates | None]:
