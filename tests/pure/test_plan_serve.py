@@ -14,6 +14,8 @@ from tilemesh.cli.main import main
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.model.config import preset
+from tilemesh.model.work.decoding import SequencePart, least_cost, pass_exchanges, serving_task, weight_bytes
+from tilemesh.model.work.routing import busiest_rows
 from tilemesh.plan.serving import (
     LOAD,
     PAGE_TOKENS,
@@ -226,3 +228,24 @@ def test_a_load_is_judged_when_the_engine_has_filled(tmp_path: Path, monkeypatch
         few, many = (loads[share] for loads in figures)
         assert few["itl_p50"] == pytest.approx(many["itl_p50"], rel=0.25)
         assert few["inside"] == pytest.approx(few["little"], rel=0.2)
+
+
+def test_replicas_that_share_out_experts_hold_and_read_a_part_of_them() -> None:
+    """Mixtral's weights by hand; two devices of 80 GB have room for it with ep or tp alone."""
+    model = preset("mixtral-8x7b")
+    experts = 2 * 32 * 8 * 3 * 4096 * 14336
+    assert weight_bytes(model, 2) - weight_bytes(model, 2, ep=4) == experts * 3 // 4
+    layouts, refused = serve_layouts(model, parse_cluster("2xh100"), DEMAND)
+    assert {(layout.tp, layout.ep, layout.replicas) for layout in layouts} == {(1, 2, 2), (2, 1, 1)}
+    assert [words.partition(":")[0] for words in refused] == ["tp 1"]
+    spread = next(layout for layout in layouts if layout.ep == 2)
+    assert "tp 1, ep 2" in " ".join([spread.words, *serving_reasons(layouts, refused, DEMAND)])
+    task = serving_task(32, "bf16", ep=2)
+    exchanges = pass_exchanges(model, task, 32)
+    assert {(part.axis, part.collective) for part in exchanges} == {("ep", "all_to_all")}
+    assert [part.nbytes for part in exchanges[1:3]] == [2 * busiest_rows(model, task) * 4096] * 2
+    parts = [SequencePart(1, 100, 1)] * 32
+    alone, shared = (least_cost(model, parts, serving_task(32, "bf16", ep=ep)).bytes_moved for ep in (1, 2))
+    assert alone - shared == pytest.approx(experts / 2, rel=0.01)  # 32 tokens already touch all of them
+    dense, _ = serve_layouts(preset("llama-3-8b"), parse_cluster("2xh100"), DEMAND)
+    assert {layout.ep for layout in dense} == {1}

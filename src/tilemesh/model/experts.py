@@ -314,7 +314,8 @@ class Experts(nn.Module):
     @property
     def waits_for_loads(self) -> bool:
         """Whether the host asks the device how many rows each expert takes: such a pass cannot be captured."""
-        return self.computation is None or self.exchange is not None or self.config.expert_capacity > 0
+        drops = self.training and self.config.expert_capacity > 0
+        return self.computation is None or self.exchange is not None or drops
 
     def compute(self, rows_ND: Tensor, counts: Tensor) -> Tensor:
         """What the experts here make of rows that are ordered by expert, so many for each."""

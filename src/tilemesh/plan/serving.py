@@ -19,7 +19,7 @@ from tilemesh.core.ranges import Range
 from tilemesh.core.units import format_bytes
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.decoding import SequencePart, key_value_bytes, weight_bytes
-from tilemesh.model.work.weights import why_not_tp
+from tilemesh.model.work.weights import why_not_ep, why_not_tp
 from tilemesh.plan import constants
 from tilemesh.plan.serving_clock import StepClock
 
@@ -64,9 +64,10 @@ class SteadyState:
 
 @dataclass(frozen=True)
 class ServeLayout:
-    """tp ranks to a replica, as many replicas as the cluster has room for."""
+    """tp ranks to a replica, as many replicas as the cluster has room for, of which `ep` share out the experts."""
 
     tp: int
+    ep: int
     replicas: int
     weight_bytes: int
     """On one device."""
@@ -81,6 +82,10 @@ class ServeLayout:
     needed: SteadyState | None
     """At the smallest batch that serves this replica's share of the rate; None: no batch does."""
     clock: StepClock
+
+    @property
+    def words(self) -> str:
+        return f"tp {self.tp}" + f", ep {self.ep}" * (self.ep > 1)
 
     @property
     def running(self) -> int:
@@ -116,13 +121,20 @@ def serve_layouts(
         )
     layouts: list[ServeLayout] = []
     refused: list[str] = []
-    for tp in (tp for tp in range(1, cluster.node.count + 1) if cluster.node.count % tp == 0):
-        reason = why_not_tp(model, tp)
-        layout = _layout(model, cluster, demand, dtype, rates, headroom, tp, step_tokens) if reason is None else reason
-        if isinstance(layout, str):
-            refused.append(layout)
-        else:
-            layouts.append(layout)
+    count = cluster.node.count  # an engine's ranks, and those that hold experts together, are of one machine
+    for tp in (tp for tp in range(1, count + 1) if count % tp == 0):
+        spreads = [
+            ep for ep in range(1, count // tp + 1) if ep == 1 or (count // tp % ep == 0 and is_spread(model, ep))
+        ]
+        if reason := why_not_tp(model, tp):
+            refused.append(reason)
+            continue
+        for ep in spreads:
+            layout = _layout(model, cluster, demand, dtype, rates, headroom, tp, ep, step_tokens)
+            if isinstance(layout, str):
+                refused.append(layout)
+            else:
+                layouts.append(layout)
     if not layouts:
         raise RunError(f"nothing fits: {'; '.join(refused)}")
     return sorted(layouts, key=lambda layout: _order(layout, demand)), refused
@@ -132,15 +144,20 @@ def _order(layout: ServeLayout, demand: ServeDemand) -> tuple[object, ...]:
     """Those that serve the rate first; of these the quickest tokens for the same devices, else the most tokens."""
     serves = layout.needed is not None and layout.largest.step_s <= demand.between_tokens_s * 1.0001
     step = layout.needed.step_s if layout.needed is not None else 0.0
-    return (not serves, step if serves else -layout.tokens_per_s, layout.tp)
+    return (not serves, step if serves else -layout.tokens_per_s, layout.tp, layout.ep)
+
+
+def is_spread(model: ModelConfig, ep: int) -> bool:
+    """Whether so many replicas can share out a model's experts."""
+    return model.experts > 0 and why_not_ep(model, ep) is None
 
 
 def _layout(
     model: ModelConfig, cluster: Cluster, demand: ServeDemand, dtype: str, rates: Rates | None, headroom: float,
-    tp: int, step_tokens: int,
+    tp: int, ep: int, step_tokens: int,
 ) -> ServeLayout | str:  # fmt: skip
     size, device = DTYPE_BYTES[dtype], cluster.device
-    weights, each = weight_bytes(model, size, tp), key_value_bytes(model, size, tp)
+    weights, each = weight_bytes(model, size, tp, ep), key_value_bytes(model, size, tp)
     room = device.usable_bytes * (1 - headroom) - constants.RESERVED_BYTES[device.kind] - weights
     room -= step_tokens * (2 * model.mlp_width + 8 * model.width) * size  # a chunk's activations
     pages = int(room // (each * PAGE_TOKENS)) if room > 0 else 0
@@ -148,15 +165,17 @@ def _layout(
     if fits < 1:
         lacking = format_bytes(weights + each * (demand.prompt + demand.output))
         has = format_bytes(device.usable_bytes)
-        return f"tp {tp}: weights and one request take {lacking} on each device, which has {has}"
-    clock = StepClock(model, cluster, dtype, tp, rates)
+        return (
+            f"tp {tp}{f', ep {ep}' * (ep > 1)}: weights and one request take {lacking} on each device, which has {has}"
+        )
+    clock = StepClock(model, cluster, dtype, tp, rates, ep)
     replicas = cluster.world // tp
     share = demand.rate / replicas
     batches = _batches(min(fits, step_tokens))  # a step has a token of each, or the scheduler refuses the batch
     states = [steady_state(clock, demand, batch, step_tokens) for batch in batches]
     kept = [state for state in states if state.step_s <= demand.between_tokens_s] or states[:1]
     needed = next((state for state in kept if LOAD * state.requests_per_s >= share), None)
-    return ServeLayout(tp, replicas, weights, each, pages, fits, kept[-1], needed, clock)
+    return ServeLayout(tp, ep, replicas, weights, each, pages, fits, kept[-1], needed, clock)
 
 
 def _batches(most: int) -> list[int]:
@@ -220,7 +239,7 @@ def serving_reasons(layouts: Sequence[ServeLayout], refused: Sequence[str], dema
         now, then = (best.needed or best.largest), (other.needed or other.largest)
         slower = "serves less" if other.needed is None and best.needed is not None else "is slower per token"
         lines.append(
-            f"tp {other.tp} {slower}: {then.step_s * 1e3:.2f} ms per token beside {now.step_s * 1e3:.2f} ms, and "
+            f"{other.words} {slower}: {then.step_s * 1e3:.2f} ms per token beside {now.step_s * 1e3:.2f} ms, and "
             f"{other.most_requests_per_s:.2f} requests/s at most beside {capacity:.2f}"
         )
     return [*lines, *refused]

@@ -52,12 +52,19 @@ class StepSeconds(NamedTuple):
 
 
 class StepClock:
-    """`clock(parts)` is the time of a step in seconds, on tp ranks of a cluster."""
+    """`clock(parts)` is the time of a step in seconds, on tp ranks of a cluster, where `ep` replicas that do the same
+    at the same time share out the experts."""
 
     def __init__(
-        self, model: ModelConfig, cluster: Cluster, dtype: str = "bf16", tp: int = 1, rates: Rates | None = None
+        self,
+        model: ModelConfig,
+        cluster: Cluster,
+        dtype: str = "bf16",
+        tp: int = 1,
+        rates: Rates | None = None,
+        ep: int = 1,
     ) -> None:
-        self.model, self.cluster, self.dtype, self.tp = model, cluster, dtype, tp
+        self.model, self.cluster, self.dtype, self.tp, self.ep = model, cluster, dtype, tp, ep
         self.gpu = cluster.device.kind == "gpu"
         self.code: Code = "fused" if self.gpu else "eager"
         speed = speed_of(cluster.device, dtype, rates, self.code)
@@ -65,7 +72,7 @@ class StepClock:
         self._eager_launch_s = (rates and rates.launch_s) or cluster.device.launch_s
         self._speed = replace(speed, launch_s=0.0)
         self._host_s = constants.SERVE_HOST_S[cluster.device.kind]
-        self._group = group(cluster, tp, 1)
+        self._groups = {"tp": group(cluster, tp, 1), "ep": group(cluster, ep, tp)}
         self._ceiling = Ceiling.of_device(cluster.device)
         if rates is not None and rates.copy_bytes_per_s:
             copy = rates.copy_bytes_per_s
@@ -93,7 +100,8 @@ class StepClock:
             share = constants.PAGED_ATTENTION_FRACTION if self.gpu else 1.0
             attention += count * self._speed.seconds(operations) / share
             launches += count * _launches(operations)
-        launch_s = constants.GRAPH_KERNEL_S[tokens > 1] if self.gpu else self._eager_launch_s
+        is_graph = self.gpu and self.ep == 1  # how many rows come is asked for within a step that shares out experts
+        launch_s = constants.GRAPH_KERNEL_S[tokens > 1] if is_graph else self._eager_launch_s
         host = self._host_s[0] + len(parts) * self._host_s[1]
         return StepSeconds(dense, attention, exchange, launches * launch_s, host)
 
@@ -111,7 +119,7 @@ class StepClock:
         return limit_s(least_cost(self.model, parts, self._task(tokens)), self._ceiling)
 
     def _task(self, tokens: int) -> Task:
-        return serving_task(tokens, self.dtype, self.tp, self.code, self.gpu)
+        return serving_task(tokens, self.dtype, self.tp, self.code, self.gpu, self.ep)
 
     def _dense_seconds(self, tokens: int, logits: int) -> tuple[float, float, int]:
         """Seconds of everything but attention, of exchanges, and how many launches."""
@@ -122,7 +130,9 @@ class StepClock:
             layer = dense_operations(kind, task)
             busy, launches = busy + layers * self._speed.seconds(layer), launches + layers * _launches(layer)
         exchanges = pass_exchanges(model, task, logits)
-        exchange = sum(self._group.exchange_s(part.collective, part.nbytes) for part in exchanges)
+        exchange = sum(
+            self._groups[part.axis].exchange_s(part.collective, part.nbytes, part.copies) for part in exchanges
+        )
         return busy, exchange, launches + len(exchanges)
 
 

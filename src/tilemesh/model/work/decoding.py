@@ -44,11 +44,11 @@ class SequencePart(NamedTuple):
     """New tokens that something is drawn after."""
 
 
-def serving_task(tokens: int, dtype: str, tp: int = 1, code: Code = "fused", gpu: bool = True) -> Task:
-    """A pass over so many tokens, all of them in one row."""
+def serving_task(tokens: int, dtype: str, tp: int = 1, code: Code = "fused", gpu: bool = True, ep: int = 1) -> Task:
+    """A pass over so many tokens, all of them in one row; of `ep` replicas that share out experts each has as many."""
     if dtype not in _PRECISIONS:
         raise unknown("dtype", dtype, _PRECISIONS)
-    return Task(1, tokens, tokens, tp=tp, precision=_PRECISIONS[dtype], code=code, gpu=gpu)
+    return Task(1, tokens, tokens, tp=tp, precision=_PRECISIONS[dtype], code=code, gpu=gpu, ep=ep)
 
 
 def dense_operations(model: ModelConfig, task: Task) -> tuple[Operation, ...]:
@@ -100,9 +100,8 @@ def end_operations(model: ModelConfig, task: Task, logits: int) -> tuple[Operati
 
 
 def pass_exchanges(model: ModelConfig, task: Task, logits: int) -> tuple[Exchange, ...]:
-    """Of all layers: a sum after attention and one after the MLP. Logits are gathered where tokens are drawn."""
-    if task.tp == 1:
-        return ()
+    """Of all layers: a sum after attention and one after the MLP, and rows to experts of others and back. Logits are
+    gathered where tokens are drawn."""
     layers = [
         exchange
         for kind, count in model.layers_by_kind
@@ -111,7 +110,7 @@ def pass_exchanges(model: ModelConfig, task: Task, logits: int) -> tuple[Exchang
     ]
     first = [exchange for exchange in embedding_exchanges(model, task) if not exchange.backward]
     last = Exchange("output", "tp", "all_gather", logits * model.vocabulary, task.size)
-    return (*first, *layers, *((last,) if logits else ()))
+    return (*first, *layers, *((last,) if logits and task.tp > 1 else ()))
 
 
 # ---- bytes -----------------------------------------------------------------------------------------------------
@@ -122,10 +121,10 @@ def key_value_bytes(model: ModelConfig, itemsize: int, tp: int = 1) -> int:
     return 2 * model.layers * max(1, model.kv_heads // tp) * model.head_width * itemsize
 
 
-def weight_bytes(model: ModelConfig, itemsize: int, tp: int = 1) -> int:
-    """Of the weights on one of tp ranks."""
+def weight_bytes(model: ModelConfig, itemsize: int, tp: int = 1, ep: int = 1) -> int:
+    """Of the weights on one of tp ranks, of one of `ep` replicas that share out experts."""
     (dense,) = model.dense_of((model.layers,))
-    return itemsize * shard_parameters(model, tp).stage(model.layers, first=True, last=True, dense=dense)
+    return itemsize * shard_parameters(model, tp, ep).stage(model.layers, first=True, last=True, dense=dense)
 
 
 def least_cost(model: ModelConfig, parts: Sequence[SequencePart], task: Task) -> Cost:
@@ -133,14 +132,14 @@ def least_cost(model: ModelConfig, parts: Sequence[SequencePart], task: Task) ->
     once, the FLOPs of products and of the pairs that are not masked. Activations could stay in a processor's caches."""
     size, tokens = task.size, sum(part.queries for part in parts)
     logits = sum(part.logits for part in parts)
-    shards = shard_parameters(model, task.tp)
+    shards = shard_parameters(model, task.tp, task.ep)
     output = output_weight(model)
     rows = output.shape(task.tp)[0]
     (dense,) = model.dense_of((model.layers,))
     weights = shards.stage(model.layers, False, False, dense) + (rows * model.width if logits else 0)
     weights += tokens * model.width
-    idle = model.experts - touched_experts(model, tokens)  # experts that no token passes are not read
-    routed = sum(math.prod(weight.shape(task.tp)) for weight in layer_matrices(model) if weight.is_routed)
+    idle = model.experts - touched_experts(model, task.ep * tokens)  # experts that no token passes are not read
+    routed = sum(math.prod(weight.shape(task.tp)) for weight in layer_matrices(model) if weight.is_routed) // task.ep
     weights -= round((model.layers - dense) * routed * idle / model.experts) if model.experts else 0
     flops = 2 * logits * rows * model.width
     for kind, count in model.layers_by_kind:

@@ -67,7 +67,7 @@ def serve(options: ServePlanOptions) -> Output:
         f"device, enough for {best.fits:,} such requests",
         table_of([_layout_line(layout) for layout in layouts]),
         "first: to the first token; limit: what of a step the hardware needs; serves: the rate asked for",
-        f"tp {best.tp}, batches of up to {best.largest.batch:,} per replica, the most that fit and keep the goal, "
+        f"{best.words}, batches of up to {best.largest.batch:,} per replica, the most that fit and keep the goal, "
         f"simulated with the engine's scheduler once it has filled; a load is a share of what these serve:",
         table_of([_load_line(load) for load in loads]),
         "Why",
@@ -76,7 +76,9 @@ def serve(options: ServePlanOptions) -> Output:
             for line in [*serving_reasons(layouts, refused, demand), *_money(options, best, cluster.world)]
         ),
     ]
-    text += _for_vllm(options, model, cluster, dtype, best) if options.engine else []
+    if options.engine:  # how it shares out experts is not known here
+        alone = next((layout for layout in layouts if layout.ep == 1), best)
+        text += _for_vllm(options, model, cluster, dtype, alone)
     is_plan = options.out is not None and options.engine is None
     files = {"out": lambda: _plan_file(options, model, cluster, dtype, best)} if is_plan else {}
     after = NextCommand(f"serve RUN --plan {options.out}", f"{best.most_requests_per_s:.4g} requests/s at most")
@@ -98,7 +100,7 @@ def _plan_file(options: ServePlanOptions, model: ModelConfig, cluster: Cluster, 
     }  # fmt: skip
     demand = {"rate": options.rate, "prompt": options.prompt, "output": options.output}
     note = plan_note(f"at most {best.most_requests_per_s:.4g} requests/s, {best.largest.step_s:.4g} s per token then")
-    layout = {"dp": best.replicas, "tp": best.tp}
+    layout = {"dp": best.replicas, "tp": best.tp} | ({"ep": best.ep} if best.ep > 1 else {})
     return plan_text(SERVE, note, layout, serve=engine, demand=demand, model=to_dict(model))
 
 
@@ -112,7 +114,7 @@ def _for_vllm(
 
     if dtype not in ("bf16", "fp16", "fp32"):
         raise UsageError(f"--for vllm with --dtype {dtype}: expected bf16, fp16 or fp32")
-    plan = ParallelPlan(dp=best.replicas, tp=best.tp, precision=cast("Precision", dtype))
+    plan = ParallelPlan(dp=best.replicas, tp=best.tp, ep=best.ep, precision=cast("Precision", dtype))
     length = options.prompt + options.output
     job = EngineJob(
         model, plan, cluster, length, str(options.model), running=best.largest.batch, step_tokens=options.step_tokens
@@ -123,9 +125,11 @@ def _for_vllm(
 
 
 def _layout_line(layout: ServeLayout) -> dict[str, str]:
+    has_experts = layout.clock.model.experts > 0
     state = layout.needed or layout.largest
     return {
-        "tp": str(layout.tp), "replicas": str(layout.replicas), "weights": format_bytes(layout.weight_bytes),
+        "tp": str(layout.tp), **({"ep": str(layout.ep)} if has_experts else {}),
+        "replicas": str(layout.replicas), "weights": format_bytes(layout.weight_bytes),
         "KV/token": format_bytes(layout.token_bytes), "pages": f"{layout.pages:,}", "fits": f"{layout.fits:,}",
         "batch": str(state.batch), "ms/token": f"{state.step_s * 1e3:.2f}",
         "first": format_seconds(state.first_token_s), "tok/s": f"{state.tokens_per_s * layout.replicas:,.0f}",
@@ -175,7 +179,7 @@ def _object(
     world = best.tp * best.replicas
     return {
         "model": options.model, "cluster": cluster, "dtype": dtype, "rate": options.rate, "prompt": options.prompt,
-        "output": options.output, "tp": best.tp, "replicas": best.replicas, "batch": best.running,
+        "output": options.output, "tp": best.tp, "ep": best.ep, "replicas": best.replicas, "batch": best.running,
         "kv_bytes_per_token": best.token_bytes, "weight_bytes": best.weight_bytes, "pages": best.pages,
         "page_tokens": PAGE_TOKENS, "largest_batch": best.fits, "serves_the_rate": best.needed is not None,
         "most_requests_per_s": best.most_requests_per_s,
@@ -183,8 +187,8 @@ def _object(
         "joules_per_token": None if options.power is None else joules_per_token(options.power, world, tokens),
         "layouts": [
             {
-                "tp": layout.tp, "replicas": layout.replicas, "pages": layout.pages, "fits": layout.fits,
-                "batch": layout.running,
+                "tp": layout.tp, "ep": layout.ep, "replicas": layout.replicas, "pages": layout.pages,
+                "fits": layout.fits, "batch": layout.running,
                 "step_s": (layout.needed or layout.largest).step_s, "requests_per_s": layout.most_requests_per_s,
                 "serves": layout.needed is not None,
             }
