@@ -24,6 +24,7 @@ from tilemesh.bench.serve.ours import fitting_batches, predict_load, run_load
 from tilemesh.bench.serve.peers import PeerProcess, write_folder
 from tilemesh.bench.serve.run import ServeBench
 from tilemesh.bench.serve.url import load_url, read_url
+from tilemesh.cli.main import main
 from tilemesh.core.energy import EnergyCounter, EnergyMeter
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import parse_cluster
@@ -301,3 +302,33 @@ def test_steps_launched_kernel_by_kernel_stand_beside_ours(engine: Engine, tmp_p
     (row,) = bench.found.rows
     assert list(row.peers) == ["kernel by kernel"]
     assert (tmp_path / "decode-2.txt").read_text().split()[:2] == ["us", "calls"]
+
+
+def test_replicas_that_share_experts_are_timed_beside_their_prediction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = TINY.replace(layers=2, experts=4, experts_per_token=2, mlp_width=64)
+    asked: list[tuple[object, ...]] = []
+
+    class HalfSeconds:
+        def __call__(self, parts: object) -> float:
+            return 0.5
+
+        limit = __call__
+
+    def clock(*sizes: object) -> tuple[HalfSeconds, str]:
+        asked.append(sizes[3:])
+        return HalfSeconds(), ""
+
+    monkeypatch.setattr("tilemesh.bench.serve.run.machine_clock", clock)
+    folder, rows = write_folder(random_served("m", config, torch.float32).model, tmp_path / "m"), tmp_path / "r.jsonl"
+    words = ["bench", "serve", str(folder), "--mesh", "dp=2,ep=2"]
+    few = ["--requests", "4", "--prompt", "8", "--output", "3", "--blocks", "1", "--running", "4"]
+    assert main([*words, *few, "--json", str(rows)]) == 0
+    row = next(row for row in map(json.loads, rows.read_text().splitlines()) if row["name"] == "serve, offline")
+    assert asked == [(1, 2, 2)]
+    assert row["case"]["mesh"] == "dp=2,ep=2"
+    assert row["predicted"] == pytest.approx(8.0)  # each of two answers two requests, three tokens each, in three steps
+    assert row["limit"] == pytest.approx(8.0)
+    assert main([*words, "--steps", "2"]) == 2
+    assert "leave --steps, --features and --peers out" in capsys.readouterr().err

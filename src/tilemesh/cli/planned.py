@@ -59,6 +59,11 @@ def bench_planned(options: Any) -> Any:
         return options
     plan = read_plan(options.plan, SERVE)
     layout, demand = plan.layout, plan.sections["demand"]
+    if layout.ep > 1 and options.mesh is None:
+        raise UsageError(
+            f"--plan {options.plan} shares experts among {layout.ep} replicas, and one process is measured here: give "
+            f"--mesh dp={layout.dp},ep={layout.ep}, and the load, instead of the plan"
+        )
     if layout.world > layout.dp:
         raise UsageError(
             f"--plan {options.plan} cuts the model over {layout.world // layout.dp} ranks, and one process is measured "

@@ -20,6 +20,7 @@ from tilemesh.plan.serving_clock import FittedSteps, StepClock
 from tilemesh.serve.engine import Engine
 from tilemesh.serve.history import RequestRecord, ServeHistory
 from tilemesh.serve.jobs import AnswerPart
+from tilemesh.serve.replicas import Replicas
 from tilemesh.serve.request import FinishReason, Sampling
 from tilemesh.serve.scheduler import QueueFullError
 from tilemesh.serve.simulate import predicted, simulate, simulate_with
@@ -30,15 +31,16 @@ _ARRIVING, _ARRIVING_OUTPUT, _STEPS_APART = 12, 12, (4, 12)
 steps of a single sequence one comes after the other, on average."""
 
 
-def run_load(engine: Engine, load: Sequence[LoadRequest], watched: bool = True) -> ServeHistory:
+def run_load(engine: Engine | Replicas, load: Sequence[LoadRequest], watched: bool = True) -> ServeHistory:
     """Each request at its time; returns when all have ended. Greedy, and no token ends an answer early.
 
     `watched`: with all steps. That takes the host's time for each sequence and step; on a GPU, where the host's time
-    may count, requests alone are timed, by whoever hears their tokens.
+    may count, requests alone are timed, by whoever hears their tokens; so are those of several replicas.
     """
     history = ServeHistory()
-    if watched:
-        engine.watch(history)
+    observed = engine if watched and isinstance(engine, Engine) else None
+    if observed is not None:
+        observed.watch(history)
     done = threading.Semaphore(0)
     errors: list[str] = []
 
@@ -59,7 +61,7 @@ def run_load(engine: Engine, load: Sequence[LoadRequest], watched: bool = True) 
             time.sleep(wait)
         sampling = Sampling(max_tokens=request.output, temperature=0, ignore_eos=True)
         heard = tell
-        if not watched:
+        if observed is None:
             now = time.monotonic_ns()
             record = RequestRecord(f"{number + 1}/0", now, now, number, request.prompt, request.output)
             history.requests[record.name] = record
@@ -72,8 +74,8 @@ def run_load(engine: Engine, load: Sequence[LoadRequest], watched: bool = True) 
     for _ in range(submitted):
         if not done.acquire(timeout=_LONGEST_S):
             raise RunError(f"the engine did not answer {submitted} requests within {_LONGEST_S:.0f} s")
-    if watched:
-        engine.watch(None)
+    if observed is not None:
+        observed.watch(None)
     if errors:
         raise RunError(f"the engine could not answer {len(errors)} of {submitted} requests: {errors[0]}")
     return history

@@ -35,6 +35,7 @@ from tilemesh.plan.serving_clock import StepClock
 from tilemesh.serve.engine import Engine
 from tilemesh.serve.figures import LoadFigures, ServeGoal, load_figures
 from tilemesh.serve.history import RequestRecord, ServeHistory
+from tilemesh.serve.replicas import Replicas
 
 Clock = Callable[[Sequence[SequencePart]], float]
 _WARM_TOKENS = 16
@@ -59,21 +60,24 @@ class ServeFindings:
     fitted_error: float | None = None
 
 
-def machine_clock(model: ModelConfig, dtype: str, device: str) -> tuple[StepClock | None, str]:
+def machine_clock(
+    model: ModelConfig, dtype: str, device: str, tp: int = 1, replicas: int = 1, ep: int = 1
+) -> tuple[StepClock | None, str]:
     """Step times from what this machine was measured to do, or from its GPU's datasheet; or why there are none."""
+    ranks = tp * replicas
     try:
         if device == "cpu":
-            local = local_machine("1xlocal-cpu", this_machine())
-            return StepClock(model, local.cluster, dtype, rates=local.rates), ""
+            local = local_machine(f"{ranks}xlocal-cpu", this_machine())
+            return StepClock(model, local.cluster, dtype, tp, local.rates, ep), ""
         try:
-            local = local_machine("1xlocal", this_machine())
-            return StepClock(model, local.cluster, dtype, rates=local.rates), ""
+            local = local_machine(f"{ranks}xlocal", this_machine())
+            return StepClock(model, local.cluster, dtype, tp, local.rates, ep), ""
         except UsageError:
             gpus = usable_gpus()
             known = device_for(gpus[0]) if gpus else None
             if known is None:
                 return None, f"no datasheet of {gpus[:1]} is known here and it was not measured: run tilemesh calibrate"
-            return StepClock(model, Cluster((make_node(known, 1),)), dtype), ""
+            return StepClock(model, Cluster((make_node(known, ranks),)), dtype, tp, ep=ep), ""
     except (UsageError, RunError) as error:
         return None, str(error)
 
@@ -94,13 +98,17 @@ class ServeBench:
     found: ServeFindings = field(default_factory=ServeFindings)
     seconds: float = math.inf
     """About how long all may take: on a slow machine less is measured, but never nothing."""
+    replicas: Replicas | None = None
+    """Where several share the requests, of which `engine` is the first: each is predicted to get as many, and requests
+    are timed, not steps."""
 
     def __post_init__(self) -> None:
         self._began = time.monotonic()
 
     @property
     def device(self) -> torch.device:
-        return next(self.engine.served.model.parameters()).device
+        device = next(self.engine.served.model.parameters()).device
+        return torch.device("cpu") if device.type == "meta" else device  # other processes have the weights
 
     @property
     def left_s(self) -> float:
@@ -152,13 +160,13 @@ class ServeBench:
         """Output tokens per second with all requests there from the beginning; everyone in turn."""
         load = self._affordable(load)
         expected = self._expected(load)
-        guess = None if expected is None else load_figures(expected.requests.values(), self.goal)
+        guess = None if expected is None else self._figures(expected)
         # Everyone warms up with prompts of these lengths and the beginnings of their answers. Every turn has prompts of
         # its own: what is timed is computing them, not finding them in a cache.
         vocabulary = self.engine.config.vocabulary
         short = [replace(request, output=min(request.output, _WARM_TOKENS)) for request in load]
         short = other_prompts(short, vocabulary, blocks)
-        run_load(self.engine, short, self.watched)
+        run_load(self.replicas or self.engine, short, self.watched)
         for peer in peers:
             peer.run(short)
         ours: list[float] = []
@@ -170,7 +178,7 @@ class ServeBench:
             begun_s = self.left_s
             load = other_prompts(load, vocabulary, block)
             meter.take()
-            history = run_load(self.engine, load, self.watched)
+            history = run_load(self.replicas or self.engine, load, self.watched)
             if (drawn := meter.take()) is not None:
                 joules.append(drawn / tokens)
             ours.append(load_figures(history.requests.values()).tokens_per_s)
@@ -192,7 +200,7 @@ class ServeBench:
             missing["peers"] = "none was asked for"
         self._row(
             "serve, offline", {"requests": len(load)}, "tokens/s", None if guess is None else guess.tokens_per_s,
-            self._limit_rate(history if self.watched else expected), Sample.of(ours),
+            self._limit_rate(history if history.steps else expected), Sample.of(ours),
             {name: Sample.of(rates) for name, rates in theirs.items() if rates}, missing,
         )  # fmt: skip
         self._energy_row({"requests": len(load)}, None if guess is None else guess.tokens_per_s, joules, meter.why_none)
@@ -216,7 +224,8 @@ class ServeBench:
         if self.clock is None or history is None:
             return None
         tokens = sum(len(record.output) for record in history.requests.values())
-        return tokens / sum(self.clock.limit(step.works) for step in history.steps if step.parts)
+        least_s = sum(self.clock.limit(step.works) for step in history.steps if step.parts)
+        return (1 if self.replicas is None else len(self.replicas.engines)) * tokens / least_s
 
     # ---- online ------------------------------------------------------------------------------------------------
 
@@ -227,7 +236,7 @@ class ServeBench:
             return
         load = self._affordable(load)
         guess = self._predicted(load)
-        history = run_load(self.engine, load, self.watched)
+        history = run_load(self.replicas or self.engine, load, self.watched)
         records = list(history.requests.values())
         measured = load_figures(records, self.goal)
         if guess is not None:
@@ -251,7 +260,15 @@ class ServeBench:
 
     def _expected(self, load: Sequence[LoadRequest]) -> ServeHistory | None:
         clock = self.predict or self.clock
-        return None if clock is None else predict_load(self.engine, load, clock)
+        every = 1 if self.replicas is None else len(self.replicas.engines)
+        return None if clock is None else predict_load(self.engine, load[::every], clock)
+
+    def _figures(self, expected: ServeHistory) -> LoadFigures:
+        """Of all replicas, where this is expected of one."""
+        figures = load_figures(expected.requests.values(), self.goal)
+        every = 1 if self.replicas is None else len(self.replicas.engines)
+        summed = ("requests", "output_tokens", "tokens_per_s", "requests_per_s", "inside")
+        return replace(figures, **{name: every * getattr(figures, name) for name in summed})
 
     def _affordable(self, load: Sequence[LoadRequest]) -> Sequence[LoadRequest]:
         """The first of these, as many as can be answered in half of the time that is left; one at least."""
@@ -268,7 +285,7 @@ class ServeBench:
 
     def _predicted(self, load: Sequence[LoadRequest]) -> LoadFigures | None:
         expected = self._expected(load)
-        return None if expected is None else load_figures(expected.requests.values(), self.goal)
+        return None if expected is None else self._figures(expected)
 
     def _row(
         self, name: str, case: Mapping[str, CaseValue], unit: str, predicted: float | None, limit: float | None,

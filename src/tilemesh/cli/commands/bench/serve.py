@@ -5,13 +5,15 @@ limits.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from tilemesh.cli.commands.serve import read_mesh
 from tilemesh.cli.next_command import again
 from tilemesh.cli.output import Block, Output, console_beside
 from tilemesh.cli.planned import bench_planned, check_bench_planned
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from tilemesh.serve.engine import Engine
     from tilemesh.serve.figures import ServeGoal
     from tilemesh.serve.load import ServedModel
+    from tilemesh.serve.replicas import Replicas
 
 _MOST_TOKENS = 1 << 26  # of all requests: a benchmark that would take hours says so at once
 _CPU_SECONDS = 100
@@ -37,6 +40,7 @@ _Tokens = Annotated[int, Range(1, _MOST_TOKENS)]
 class ServeBenchOptions:
     model: str = argument("llama-27m", "A run, a Hugging Face folder, or a shape with random weights.", "MODEL")
     plan: str | None = option(None, "What `plan serve --out` wrote: its load and engine.", "PLAN.toml")
+    mesh: str | None = option(None, "Processes per matrix, replicas, and how many share experts.", "tp=2,dp=2,ep=2")
     requests: Count = option(16, "How many, in each load.", "N")
     prompt: str = option("16-128", "Tokens of a prompt.", "N[-M]")
     output: str = option("32", "Tokens of an answer.", "N[-M]")
@@ -83,6 +87,7 @@ def serve(options: ServeBenchOptions) -> Output:
     if options.url is not None:
         return _load_server(options, options.url)
     console = console_beside(options.json)
+    sizes = _sizes(options)
     served = _served(options)
     config = served.model.config
     check_bench_planned(options, config)
@@ -94,17 +99,26 @@ def serve(options: ServeBenchOptions) -> Output:
         )
 
     loads = _loads(options, options.rates, config.vocabulary)
-    clock, why = machine_clock(config, options.dtype, options.device)
+    clock, why = machine_clock(config, options.dtype, options.device, sizes["tp"], sizes["dp"], sizes["ep"])
     case: dict[str, CaseValue] = {"model": options.model, "dtype": options.dtype, "prompt": str(prompt)}
     case |= {"output": str(output), "running": options.running, "prediction": options.predict}
+    if options.mesh is not None:
+        case["mesh"] = options.mesh
     with ExitStack() as closing:
-        engine = closing.enter_context(_engine(options, served, longest))
+        replicas = None
+        if max(sizes.values()) == 1:
+            engine = closing.enter_context(_engine(options, served, longest))
+        else:
+            replicas = closing.enter_context(_replicas(options, served, longest, sizes, closing))
+            engine = replicas.engines[0]
         on_cpu = options.device == "cpu"
         seconds = options.seconds or (_CPU_SECONDS if on_cpu else math.inf)
-        bench = ServeBench(engine, case, clock, why, goal, console.print, watched=on_cpu, seconds=seconds)
+        bench = ServeBench(
+            engine, case, clock, why, goal, console.print, watched=on_cpu, seconds=seconds, replicas=replicas
+        )
         bench.found.rows = KeptRows(options.json)
         peers = open_peers(options.peers, engine, options.dtype, options.device, closing) if options.blocks else []
-        if options.predict == "fitted" and options.device == "cpu" and (options.blocks or loads):
+        if options.predict == "fitted" and options.device == "cpu" and not replicas and (options.blocks or loads):
             bench.fit(max([options.requests, *(len(load) for _, load in loads)]))
         if options.steps:
             plain = None if options.device == "cpu" else closing.enter_context(
@@ -167,23 +181,43 @@ def _loads(
     return loads
 
 
+def _sizes(options: ServeBenchOptions) -> dict[str, int]:
+    """Of the mesh."""
+    sizes = read_mesh(options.mesh)
+    if max(sizes.values()) > 1 and (options.steps or options.features or options.peers):
+        raise UsageError("--mesh starts processes, whose loads are timed: leave --steps, --features and --peers out")
+    return sizes
+
+
+def _settings(options: ServeBenchOptions, longest: int) -> dict[str, Any]:
+    # Pages for as many requests as run: what is measured is the engine, not a pool that is too small.
+    return {
+        "pages": -(-longest // 16) * options.running + options.running, "running": options.running,
+        "step_tokens": max(options.step_tokens, options.running), "device": options.device, "dtype": options.dtype,
+        "seed": options.seed, "waiting": max(1024, options.requests),
+    }  # fmt: skip
+
+
 def _engine(options: ServeBenchOptions, served: ServedModel, longest: int, launch_ahead: bool | None = None) -> Engine:
     from tilemesh.serve.engine import Engine
 
-    # Pages for as many requests as run: what is measured is the engine, not a pool that is too small.
-    pages = -(-longest // 16) * options.running + options.running
-    return Engine(
-        served,
-        pages=pages,
-        running=options.running,
-        step_tokens=max(options.step_tokens, options.running),
-        device=options.device,
-        dtype=options.dtype,
-        seed=options.seed,
-        waiting=max(1024, options.requests),
-        prepare=options.device != "cpu" and launch_ahead is None,
-        launch_ahead=launch_ahead,
-    )
+    prepares = options.device != "cpu" and launch_ahead is None
+    return Engine(served, **_settings(options, longest), prepare=prepares, launch_ahead=launch_ahead)
+
+
+def _replicas(
+    options: ServeBenchOptions, served: ServedModel, longest: int, sizes: Mapping[str, int], closing: ExitStack
+) -> Replicas:
+    """Processes that read the model's folder, which random weights are written to."""
+    from tilemesh.bench.serve.peers import write_folder
+    from tilemesh.serve.replicas import Replicas
+
+    source: str | Path = options.model
+    if not Path(source).exists():
+        folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="tilemesh-serve-")))
+        source = write_folder(served.model, folder)
+    settings = _settings(options, longest)
+    return Replicas(source, sizes["dp"], ranks=sizes["tp"], ep=sizes["ep"], **settings)
 
 
 def _served(options: ServeBenchOptions) -> ServedModel:
