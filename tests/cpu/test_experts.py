@@ -30,7 +30,7 @@ from tilemesh.model.work.decoding import SequencePart, least_cost, serving_task
 from tilemesh.model.work.operations import forward_flops, layer_products, published_flops
 from tilemesh.model.work.routing import imbalance
 from tilemesh.model.work.task import Task
-from tilemesh.model.work.weights import count_parameters, parameter_shapes, touched_experts, why_not
+from tilemesh.model.work.weights import count_parameters, parameter_shapes, touched_experts
 from tilemesh.parallel.apply import lay
 from tilemesh.parallel.gate.alone import batch as gate_batch
 from tilemesh.parallel.gate.alone import start as gate_start
@@ -351,9 +351,11 @@ def test_what_is_no_mixture_is_refused(changes: dict[str, Any], words: str) -> N
 def test_what_is_not_done_with_experts_yet_is_refused() -> None:
     with pytest.raises(UsageError, match="cannot quantise a model with experts by a recipe that looks at text"):
         quantize(Transformer(CONFIG), "int4-g8-gptq")
-    biased = CONFIG.replace(biases=True)
-    assert "each would add their biases" in (why_not(biased, ParallelPlan(tp=2)) or "")
-    assert why_not(CONFIG, ParallelPlan(tp=2)) is None
+    stacked = CONFIG.replace(
+        biases=True, activation="swiglu-clipped", score_sink=True, router_bias="scores", family="gpt_oss"
+    )
+    with pytest.raises(UsageError, match=r"has it inside mlp\.experts\.gate_up_proj, one matrix of several"):
+        peft_names(stacked, LoraConfig(rank=2, targets=("fc_in",)))
     sliced = ParallelPlan(pp=2, accumulation=2, schedule="terapipe", slices=2)
     even = Transformer(CONFIG.replace(balance_loss=0.1), device="meta")
     with pytest.raises(UsageError, match=r"slices is 2 and balance_loss 0\.1: how even a sequence is"):

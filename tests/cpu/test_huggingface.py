@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tilemesh.core.errors import UsageError
-from tilemesh.model import huggingface
+from tilemesh.model import huggingface, mxfp4
 from tilemesh.model.config import PRESETS, ModelConfig, preset
 from tilemesh.model.families import book as families
 from tilemesh.model.transformer import Transformer
@@ -51,7 +51,11 @@ DEEPSEEK = {name: value for name, value in LLAMA.items() if name != "num_key_val
     "n_routed_experts": 6, "n_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
     "first_k_dense_replace": 1,
 }  # fmt: skip
-KERNELS = {"gemma2": "eager"}  # sdpa knows of no soft cap
+GPT_OSS = LLAMA | {
+    "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 4, "head_dim": 8, "eos_token_id": None,
+    "rope_parameters": YARN | {"truncate": False, "beta_fast": 3.0},
+}  # fmt: skip
+KERNELS = {"gemma2": "eager", "gpt_oss": "eager"}  # sdpa knows of no soft cap and no sinks
 CASES = {
     "gpt2": ("gpt2", GPT2),
     "gpt2-relu-untied": ("gpt2", GPT2 | {"activation_function": "relu", "n_inner": 40, "tie_word_embeddings": False}),
@@ -112,6 +116,9 @@ CASES = {
                                                "n_shared_experts": 1, "num_key_value_heads": 6}),
     "deepseek-v3-plain": ("deepseek_v3", DEEPSEEK | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False,
                                                      "routed_scaling_factor": 1.0, "num_key_value_heads": 6}),
+    "gpt-oss": ("gpt_oss", GPT_OSS),
+    "gpt-oss-full": ("gpt_oss", GPT_OSS | {"layer_types": ["full_attention"] * 2, "head_dim": 4, "hidden_size": 20,
+                                           "num_local_experts": 2, "num_experts_per_tok": 1, "rope_parameters": YARN}),
     "olmoe": ("olmoe", LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": None,
                                 "eos_token_id": None}),
 }  # fmt: skip
@@ -157,6 +164,10 @@ OURS = {
                                query_latent_width=8, experts=8, router_groups=4, router_groups_per_token=2,
                                router_scale=1.5, router_scores="sigmoid", router_bias=True, mlp_width=12,
                                shared_width=12, dense_layers=(0,), dense_width=20),
+    "gpt_oss": ModelConfig(**_LLAMA | {"biases": True, "activation": "swiglu-clipped"}, kv_heads=3, experts=5,
+                           experts_per_token=2, mlp_width=10, router_bias="scores", score_sink=True, window=3,
+                           full_layers=(0,), rotary_scaling="yarn", rotary_rounded=False, rotary_base=20.0,
+                           rotary_factor=4.0, rotary_trained=50, rotary_high=5.0, head_width=12),
 }  # fmt: skip
 
 
@@ -188,6 +199,7 @@ class Rotary64(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.rotary, self.is_complex = config.rope_parameters, config.model_type == "deepseek_v2"
+        self.is_half = config.model_type == "gpt_oss"
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.width = int(width * self.rotary.get("partial_rotary_factor", 1.0))
 
@@ -213,7 +225,9 @@ class Rotary64(nn.Module):
                 self.width * math.log(first / (turns * 2 * math.pi)) / (2 * math.log(rotary["rope_theta"]))
                 for turns in (rotary.get("beta_fast", 32), rotary.get("beta_slow", 1))
             ]
-            low, high = max(math.floor(ends[0]), 0), min(math.ceil(ends[1]), self.width - 1)
+            if rotary.get("truncate", True):
+                ends = [math.floor(ends[0]), math.ceil(ends[1])]
+            low, high = max(ends[0], 0), min(ends[1], self.width - 1)
             for index, frequency in enumerate(made.tolist()):
                 ramp = min(max((index - low) / (high - low), 0), 1)
                 made[index] = frequency / rotary["factor"] * ramp + frequency * (1 - ramp)
@@ -234,6 +248,8 @@ class Rotary64(nn.Module):
         rotary = self.rotary if layer_type is None else self.rotary[layer_type]
         angle = position_ids[..., None].double() * self.frequencies(rotary)
         both, factor = torch.cat((angle, angle), dim=-1), self.attention_factor(rotary)
+        if self.is_half:
+            both = angle
         if self.is_complex:
             return torch.polar(torch.full_like(angle, factor), angle)
         return both.cos() * factor, both.sin() * factor
@@ -262,11 +278,12 @@ class Router64(nn.Module):
         self.renormalizes = getattr(router, "norm_topk_prob", "Deepseek" not in kind)  # Mixtral always
         self.bias = getattr(router, "e_score_correction_bias", None)
         self.scale = getattr(router, "routed_scaling_factor", 1.0)
+        self.shift = getattr(router, "bias", 0.0)
         is_limited = self.bias is not None or getattr(router, "topk_method", "") == "group_limited_greedy"
         self.groups = (router.num_group, router.topk_group) if is_limited else (1, 1)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        scores = x.reshape(-1, x.shape[-1]) @ self.weight.T
+        scores = x.reshape(-1, x.shape[-1]) @ self.weight.T + self.shift
         each = torch.softmax(scores, -1) if self.bias is None else torch.sigmoid(scores)
         chosen = []
         for token in each if self.bias is None else each + self.bias:
@@ -400,6 +417,42 @@ def test_deepseek_scales_scores_where_yarn_stretched_them(transformers: Any, tmp
     assert {key: written[key] for key in scales} == scales
 
 
+def test_matrices_in_four_bits_are_what_they_mean_to_transformers(transformers: Any, tmp_path: Path) -> None:
+    """Any bytes, any scales; and a folder as published: read, and written again in 16 bits."""
+    code = pytest.importorskip("transformers.integrations.mxfp4")
+    generator = torch.Generator().manual_seed(3)
+    blocks = torch.randint(256, (3, 256, 2, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.arange(256, dtype=torch.uint8)[:, None].expand(3, 256, 2).contiguous()
+    theirs_made = code.convert_moe_packed_tensors(blocks, scales)
+    assert (theirs_made.isfinite() & (theirs_made != 0)).sum() > theirs_made.numel() / 2
+    torch.testing.assert_close(mxfp4.decoded(blocks, scales).mT, theirs_made, rtol=0, atol=0, equal_nan=True)
+    settings = GPT_OSS | {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    model: Any = lively(transformers.GptOssForCausalLM(transformers.GptOssConfig(**settings))).bfloat16()
+    model.save_pretrained(tmp_path / "plain")
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors[name].shape
+        blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(122, 126, (experts, outputs, inputs // 32), generator=generator, dtype=torch.uint8)
+        dict(model.named_parameters())[name].data = code.convert_moe_packed_tensors(blocks, scales)
+        del tensors[name]
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    model.save_pretrained(tmp_path / "decoded")
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    published = config | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+    (tmp_path / "plain" / "config.json").write_text(json.dumps(published))
+    save_file(tensors, tmp_path / "plain" / "model.safetensors")
+    ours, same = (huggingface.load(tmp_path / name) for name in ("plain", "decoded"))
+    assert all(torch.equal(value, same.state_dict()[name]) for name, value in ours.state_dict().items())
+    huggingface.save(ours, tmp_path / "written")
+    written = load_file(tmp_path / "written" / "model.safetensors")
+    assert all(torch.equal(value, written[name]) for name, value in model.state_dict().items())
+    assert "quantization_config" not in json.loads((tmp_path / "written" / "config.json").read_text())
+    save_file({k: v for k, v in tensors.items() if not k.endswith("_scales")}, tmp_path / "plain" / "model.safetensors")
+    with pytest.raises(UsageError, match=r"unexpected: model\.layers\.0\.mlp\.experts\.down_proj_blocks"):
+        huggingface.load(tmp_path / "plain")
+
+
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_their_defaults_are_ours(transformers: Any, name: str) -> None:
     """A key that config.json leaves out means what it means to them."""
@@ -472,7 +525,8 @@ def test_rotary_settings_of_older_files_are_read() -> None:
         ("gpt2", {"n_layer": None}, "n_layer is None: expected a whole number"),
         ("llama", {"num_attention_heads": 0}, "num_attention_heads is 0: expected"),
         ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5}}, "rotary_factor is None: expected a"),
-        ("llama", {"rope_parameters": YARN | {"truncate": False}}, "truncate is False: only true can be computed"),
+        ("gemma3", {"rope_parameters": {"full_attention": YARN | {"truncate": False}}}, "truncate is False, which"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0: only 7.0"),
         ("llama", {"rope_parameters": YARN | {"mscale": "1", "mscale_all_dim": 1}}, "mscale_all_dim: expected numbers"),
         ("llama", {"rope_parameters": YARN, "original_max_position_embeddings": 9}, "is 64 here and 9 outside"),
         ("llama", {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2}}, "scaled by 'dynamic'"),

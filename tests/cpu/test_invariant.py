@@ -48,7 +48,7 @@ GPT = ModelConfig(
 WINDOWS = replace(
     LLAMA, layers=3, window=24, full_layers=(1,), rotary_local_base=1e4, rotary_base=1e6, qk_norm="head",
     norm_place="sandwich", tied=True, scaled_embedding=True, norm_offset=True, activation="geglu", score_cap=4.0,
-    logit_cap=9.0,
+    logit_cap=9.0, score_sink=True,
 )  # fmt: skip
 EXPERTS = replace(LLAMA, experts=4, experts_per_token=2, shared_width=24, shared_gate=True)
 INVARIANT = Use(trains=True, invariant=True)

@@ -45,6 +45,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": LLAMA | {"window": 8},
     "gemma3": GEMMA,
     "mixtral": LLAMA | {"experts": 4},
+    "gpt_oss": LLAMA
+    | {
+        "experts": 4,
+        "activation": "swiglu-clipped",
+        "biases": True,
+        "score_sink": True,
+        "router_bias": "scores",
+        "window": 8,
+        "full_layers": (1,),
+    },
     "latent": LLAMA | LATENT,
     "queries' latent": LLAMA | LATENT | {"query_latent_width": 14},
     "sigmoids": LLAMA | SHARED | {"router_scores": "sigmoid", "router_bias": True},
@@ -56,7 +66,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 NORMS = ("layernorm", "rmsnorm")
 KEYS: list[dict[str, Any]] = [
-    *({"activation": name} for name in ("relu", "gelu", "gelu-erf", "swiglu", "geglu")),
+    *({"activation": name} for name in ("relu", "gelu", "gelu-erf", "swiglu", "geglu", "swiglu-clipped")),
+    {"score_sink": True}, {"score_sink": True, "window": 8, "score_cap": 2.0},
     *({"norm_place": place, "norm": norm} for place in ("post", "branch", "sandwich") for norm in NORMS),
     *({"qk_norm": kind} for kind in ("head", "full")),
     *({"parallel_residual": True, "norm": norm} for norm in NORMS),
@@ -70,7 +81,8 @@ KEYS: list[dict[str, Any]] = [
     {"layers": 1, "width": 32, "heads": 2, "kv_heads": 2, "vocabulary": 97, "context": 64, "mlp_width": 80},
     {"positions": "rotary", "rotary_scaling": "llama3", "rotary_factor": 2.0, "rotary_low": 2.0, "rotary_high": 5.0,
      "rotary_trained": 16, "rotary_base": 500.0, "rotary_fraction": 0.5, "norm_epsilon": 1e-6},
-    {"positions": "rotary", "rotary_scaling": "yarn", "rotary_factor": 2.0, "rotary_trained": 16, "rotary_gain": 1.5},
+    {"positions": "rotary", "rotary_scaling": "yarn", "rotary_factor": 2.0, "rotary_trained": 16, "rotary_gain": 1.5,
+     "rotary_rounded": False},
 ]  # fmt: skip
 PRECISIONS = ("fp32", "bf16", "bf16-master", "fp64")
 

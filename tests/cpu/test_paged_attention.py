@@ -54,6 +54,7 @@ def make(
         (torch.float64, 0, 64, 4, 16, 0.0),
         (torch.float64, 0, 0, 16, 16, 0.7),
         (torch.float32, 0, 0, 16, 20, 0.0),
+        (torch.float32, 9, 0, 12, 20, 0.0),
         (torch.float32, 37, 64, 2, 16, 2.0),
         (torch.float16, 66, 0, 8, 64, 0.0),
         (torch.bfloat16, 0, 128, 3, 128, 1.0),
@@ -63,8 +64,12 @@ def test_the_kernels_are_within_their_bound(
     dtype: torch.dtype, window: int, split: int, tile: int, width: int, cap: float
 ) -> None:
     given = make(SEQUENCES, 2, 2, width, dtype, tile)
-    options = {"tile": tile, "split": split, "longest": 131, "window": window, "cap": cap}
+    options: dict[str, Any] = {"tile": tile, "split": split, "longest": 131, "window": window, "cap": cap}
+    plain, options["sinks"] = exact(*given, **options), torch.tensor([-1.0, 4.0, 0.5, 2.0]).to(dtype)
+    if tile in (2, 8, 16):
+        options["sinks"] = None
     want, bound = exact(*given, **options), error_bound(*given, **options)
+    assert options["sinks"] is None or excess(plain, want, bound) is not None
     for implementation in ("interpret", "torch"):
         found = paged_attention(*given, **options, implementation=implementation)
         assert excess(found, want, bound) is None
@@ -119,17 +124,18 @@ def test_a_cpus_own_function_for_decoding_is_within_the_bound(
     sequences = tuple((before, 1) for before in (0, 1, 2, 6, 7, 8, 63, 130))
     q, keys, values, tables, tiles = make(sequences, kv_heads, group, width, torch.float32, 1)
     assert cpu.serves_pages(q, torch.stack((keys, values)))
-    options = {"longest": 131, "window": window, "cap": cap}
+    sinks = None if width % 16 else torch.linspace(-1, 4, q.shape[1])
+    options = {"longest": 131, "window": window, "cap": cap, "sinks": sinks}
     given = (q, keys, values, tables, tiles)
     positions = torch.tensor([before for before, _ in sequences])
     was = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        found = cpu.attend_decoding(q, keys, values, tables.long(), positions, 131, window, cap)
+        found = cpu.attend_decoding(q, keys, values, tables.long(), positions, 131, window, cap, sinks)
     finally:
         torch.set_num_threads(was)
     assert excess(found, exact(*given, **options), error_bound(*given, **options)) is None
-    alone = cpu.attend_decoding(q[3:4], keys, values, tables[3:4].long(), positions[3:4], 7, window, cap)
+    alone = cpu.attend_decoding(q[3:4], keys, values, tables[3:4].long(), positions[3:4], 7, window, cap, sinks)
     assert torch.equal(alone[0], found[3])
 
 
@@ -146,13 +152,15 @@ def test_a_cpus_own_function_for_chunks_is_within_the_bound(
     q, *rest = make(tuple((before, tokens) for before in befores), kv_heads, group, width, torch.float32, 1)
     keys, values, tables, _ = rest
     positions = torch.tensor([list(range(before, before + tokens)) for before in befores])
-    found = cpu.attend_chunks(q.view(-1, tokens, *q.shape[1:]), keys, values, tables.long(), positions, window, cap)
-    options = {"longest": 140, "window": window, "cap": cap}
+    sinks = None if width % 16 else torch.linspace(-1, 4, q.shape[1])
+    limits = (window, cap, sinks)
+    found = cpu.attend_chunks(q.view(-1, tokens, *q.shape[1:]), keys, values, tables.long(), positions, *limits)
+    options = {"longest": 140, "window": window, "cap": cap, "sinks": sinks}
     want, bound = exact(q, *rest, **options), error_bound(q, *rest, **options)
     assert excess(found.flatten(0, 1), want, bound) is None
     assert excess(found.flatten(0, 1).flip(0), want, bound) is not None or width == 1
     alone = cpu.attend_chunks(
-        q.view(-1, tokens, *q.shape[1:])[:1], keys, values, tables[:1].long(), positions[:1], window, cap
+        q.view(-1, tokens, *q.shape[1:])[:1], keys, values, tables[:1].long(), positions[:1], *limits
     )
     assert torch.equal(alone[0], found[0])
 
@@ -186,7 +194,7 @@ def test_the_kernels_compile_for_an_h200() -> None:
 
     pool = place("bfloat16", 4000, 16, 8, 128)
     places = {"q": place("bfloat16", 64, 32, 128), "keys": pool, "values": pool, "tables": place("int32", 64, 512)}
-    places |= {"tiles": place("int32", 64, 4), "y": places["q"]}
+    places |= {"tiles": place("int32", 64, 4), "y": places["q"], "sinks": place("bfloat16", 32)}
     planned = kernel.plan(places, tile=4, split=256, longest=8192, window=4096, cap=50.0)
     operands = {name: Operand(one.dtype) for name, one in (places | planned.buffers).items()}
     for step in planned.steps:

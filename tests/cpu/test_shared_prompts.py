@@ -21,6 +21,7 @@ MODELS = {
     "learnt positions": dataclasses.replace(SMALL, positions="learned", kv_heads=4),
     "windows": dataclasses.replace(SMALL, window=5),
     "soft caps": dataclasses.replace(SMALL, window=3, score_cap=0.5, logit_cap=2.0),
+    "sinks": dataclasses.replace(SMALL, window=3, score_sink=True),
 }
 
 

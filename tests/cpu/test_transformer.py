@@ -43,6 +43,10 @@ FAMILIES = {
         norm_place="sandwich", norm_offset=True, scaled_embedding=True, window=4, full_layers=(0,), score_width=5,
         activation="geglu", score_cap=0.7, logit_cap=1.5,
     ),
+    "gpt_oss": GROUPED.replace(
+        activation="swiglu-clipped", biases=True, experts=4, router_bias="scores", score_sink=True, window=4,
+        full_layers=(1,), rotary_scaling="yarn", rotary_factor=4.0, rotary_trained=12, rotary_rounded=False,
+    ),
     "neox": GPT2.replace(positions="rotary", rotary_fraction=0.34, parallel_residual=True, activation="gelu-erf"),
     "olmo2": GROUPED.replace(qk_norm="full", norm_place="branch", biases="attention"),
     "llama3.1": GROUPED.replace(rotary_scaling="llama3", rotary_factor=8.0, rotary_trained=12, rotary_high=3.0),

@@ -68,6 +68,8 @@ BASES: Mapping[str, dict[str, Any]] = {
                     "q_lora_rank": None, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 3,
                     "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
                     "moe_intermediate_size": 20, "first_k_dense_replace": 1},
+    "gpt_oss": {"model_type": "gpt_oss", **_LLAMA, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
+                "sliding_window": 4},
 }  # fmt: skip
 
 _PLAIN = {"rope_type": "default", "rope_theta": 500.0}
@@ -77,7 +79,8 @@ _ROPES: tuple[Any, ...] = (
     None, {}, _PLAIN, {"rope_theta": 70.0}, {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5},
     _LINEAR, {**_LINEAR, "rope_theta": 70.0}, _LLAMA3, {"type": "linear", "factor": 2.0},
     *({"rope_type": kind, "rope_theta": 50.0, "factor": 2.0} for kind in ("dynamic", "yarn")),
-    _YARN, {**_YARN, "mscale": 0.5, "mscale_all_dim": 2.0}, {**_YARN, "attention_factor": 0.8, "beta_fast": 2.0},
+    _YARN, {**_YARN, "truncate": False, "beta_fast": 4.0},
+    {**_YARN, "mscale": 0.5, "mscale_all_dim": 2.0}, {**_YARN, "attention_factor": 0.8, "beta_fast": 2.0},
     {"rope_type": "longrope", "rope_theta": 50.0, "short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0],
      "factor": 2.0, "original_max_position_embeddings": 8},
     {"rope_type": "proportional", "rope_theta": 50.0, "partial_rotary_factor": 0.5},
@@ -106,7 +109,7 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("attention_bias", "mlp_bias", "qkv_bias", "use_qk_norm", "use_bias", "bias"), (True, False, None)),
     "tie_word_embeddings": (True, False, None), "use_parallel_residual": (True, False),
     # Positions.
-    "rope_parameters": _ROPES, "rope_scaling": _ROPES[:23], "rope_theta": (30.0, 500, None),
+    "rope_parameters": _ROPES, "rope_scaling": _ROPES[:24], "rope_theta": (30.0, 500, None),
     "rope_local_base_freq": (30.0, 500.0, 1e6), "partial_rotary_factor": (0.25, 0.5, 1.0), "rotary_pct": (0.5, 1.0),
     "rotary_emb_base": (30, 500.0), "rotary_dim": (4,), "position_embedding_type": ("relative_key",),
     # What a token attends to.
@@ -124,6 +127,7 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("num_experts", "num_local_experts"), (1, 3, 6, 0, None)), "num_experts_per_tok": (1, 3, 7, None),
     "moe_intermediate_size": (12, 24, None), "norm_topk_prob": (True, False, None), "decoder_sparse_step": (1, 2),
     "mlp_only_layers": ([], [0], None), "shared_expert_intermediate_size": (16,), "router_jitter_noise": (0.1,),
+    "swiglu_limit": (1.0, 7.0, None), "swiglu_alpha": (1.702, 1.0),
     "router_aux_loss_coef": (0.5,), "output_router_logits": (True,), "n_shared_experts": (1,),
     # What no logit depends on.
     "initializer_range": (0.5,), "use_cache": (False,), "torch_dtype": ("float32",), "dtype": ("float32",),
@@ -191,7 +195,7 @@ def _judge(case: ConfigCase, root: Path) -> tuple[str, str]:
     try:
         torch.manual_seed(0)
         config = transformers.AutoConfig.from_pretrained(folder)
-        attention = "eager" if config.model_type == "gemma2" else "sdpa"  # which knows of no soft cap
+        attention = "eager" if config.model_type in ("gemma2", "gpt_oss") else "sdpa"  # no soft caps, no sinks
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).float()
         _enliven(model)
         expected = logits_of(model)

@@ -78,6 +78,8 @@ def test_attention_over_pages_is_within_its_bound(
         tiles = torch.tensor(listed, dtype=torch.int32, device="cuda")
         given = (q, keys, values, tables, tiles)
         options: dict[str, Any] = {"tile": tile, "split": split, "longest": 640, "window": window, "cap": cap}
+        if window:
+            options["sinks"] = torch.linspace(-2, 5, q.shape[1], device="cuda").to(dtype)
         found = paged_attention(*given, **options, implementation="triton")
         want, bound = exact(*given, **options), error_bound(*given, **options)
         assert excess(found[rows], want[rows], bound[rows]) is None
@@ -256,7 +258,7 @@ def test_weights_of_4_bits_answer_with_graphs_as_without(config: ModelConfig) ->
 
 def test_soft_caps_and_two_kinds_of_pages_answer_as_a_cpu_does() -> None:
     """Launched ahead all layers have the same pages, otherwise those with a window their own; float32, greedy."""
-    config = LLAMA.replace(window=100, full_layers=(1,), score_cap=4.0, logit_cap=9.0)
+    config = LLAMA.replace(window=100, full_layers=(1,), score_cap=4.0, logit_cap=9.0, score_sink=True)
     prompts = prompts_of(12, 500)
     asked = Sampling(max_tokens=8, temperature=0, ignore_eos=True)
     found = []

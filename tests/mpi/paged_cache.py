@@ -60,8 +60,9 @@ class PagedCache:
         return tokens_BT
 
     def attend(
-        self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0, cap: float = 0.0
-    ) -> Tensor:
+        self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0, cap: float = 0.0,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         if layer not in self.pools:
             shape = (self.pages, PAGE, *k_BTKE.shape[2:])
             self.pools[layer] = (k_BTKE.new_full(shape, torch.nan), v_BTKE.new_full(shape, torch.nan))
@@ -82,7 +83,10 @@ class PagedCache:
                 scores_HS = torch.einsum("he,she->hs", q_HE, k_SHE).div(q_HE.shape[-1] ** 0.5)
                 if cap:
                     scores_HS = cap * torch.tanh(scores_HS / cap)
-                y_BTHE[row, column] = torch.einsum("hs,she->he", scores_HS.softmax(dim=-1), v_SHE)
+                total_H = scores_HS.logsumexp(-1)
+                if sinks_H is not None:
+                    total_H = torch.logaddexp(total_H, sinks_H)
+                y_BTHE[row, column] = torch.einsum("hs,she->he", (scores_HS - total_H[:, None]).exp(), v_SHE)
         return y_BTHE
 
 

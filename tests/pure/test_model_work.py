@@ -19,6 +19,7 @@ from tilemesh.model.work.operations import (
     forward_flops,
     head_work,
     layer_work,
+    published_flops,
 )
 from tilemesh.model.work.task import Code, Task
 from tilemesh.model.work.weights import count_parameters, layer_weights, shard_parameters, why_not_tp
@@ -114,3 +115,14 @@ def test_what_zero_exchanges_in_four_microbatches(zero: int, sent: dict[str, int
             counted[one.collective] = counted.get(one.collective, 0) + one.times
             assert one.what == ("weights" if one.collective == "all_gather" else "gradients")
     assert counted == sent
+
+
+def test_published_flops_of_gpt_oss_count_what_windows_let_a_token_see() -> None:
+    """By hand: every second layer sees 128 tokens; the mean over a sequence of 4,096 of what a token sees."""
+    model, tokens, wide = preset("gpt-oss-20b"), 4096, 64 * 64
+    matrices = 24 * (2880 * (2 * wide + 2 * 8 * 64) + 4 * 3 * 2880 * 2880) + 201088 * 2880
+    pairs = 12 * tokens**2 / 2 + 12 * sum(min(token + 0.5, 128) for token in range(tokens))
+    by_hand = 6 * matrices + 3 * 2 * 2 * wide * pairs / tokens
+    assert published_flops(model, tokens) == pytest.approx(by_hand, rel=1e-6)
+    whole = published_flops(model.replace(window=0, full_layers=()), tokens)
+    assert whole - by_hand == pytest.approx(6 * 12 * wide * (tokens - 2 * 128 + 128**2 / tokens), rel=1e-3)

@@ -5,6 +5,7 @@ An adapter of rank r adds (alpha / r) B A to a frozen matrix W (out x in): A is 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,7 +78,7 @@ def peft_forms(model: ModelConfig) -> dict[str, str]:
         ours.format(expert): name.format(expert)
         for name, (ours, *others) in FAMILIES[family_of(model)].modules.items()
         for expert in (range(model.experts) if "{}" in name else (0,))
-        if not others
+        if not others and ("{}" in name or "{}" not in ours)
     }
 
 
@@ -88,7 +89,8 @@ def peft_names(model: ModelConfig, lora: LoraConfig) -> dict[str, str]:
     for module in adapted_modules(model, lora):
         _, layer, inner = module.split(".", 2)
         if inner not in theirs:
-            (whole,) = [name for name, parts in family.modules.items() if inner in parts]
+            known = {inner, re.sub(r"\d+", "{}", inner)}  # an expert's number
+            (whole,) = [name for name, parts in family.modules.items() if known & {*parts}]
             raise UsageError(
                 f"an adapter of {inner} has no PEFT form: {family.architecture} has it inside {whole}, one matrix of "
                 f"several; leave --adapter out, which writes the merged model, or leave it out of lora.targets"

@@ -27,16 +27,17 @@ def attend(
     window: int = 0,
     implementation: str = TORCH,
     cap: float = 0.0,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """softmax(q k / sqrt(E)) v of each token over those up to itself, after queries and keys are turned: (B, T, H, E).
 
     `window`: over the last so many only, itself included; 0: over all. `documents`: none sees another.
-    `implementation`: "torch", of tilemesh's operator, which has neither documents nor caps, or as `model.attend_alone`
-    does it. `cap`: of scores; 0: none.
+    `implementation`: "torch", of tilemesh's operator, which has neither documents nor caps nor sinks, or as
+    `model.attend_alone` does it. `cap`, `sinks_H`: as `model.soft_cap`.
     """
     y_BHTE: Tensor
-    heads, kv_heads = q_BTHE.shape[2], k_BTKE.shape[2]
-    if implementation not in (TORCH, ALONE_BY_TOKEN) and documents is None and not cap:
+    heads, kv_heads, is_plain = q_BTHE.shape[2], k_BTKE.shape[2], not cap and sinks_H is None
+    if implementation not in (TORCH, ALONE_BY_TOKEN) and documents is None and is_plain:
         if rotary is not None:
             cos, sin = (table[:, None] for table in rotary)  # the same for every head of a token
             q_BTHE, k_BTKE = rotate(q_BTHE, cos, sin), rotate(k_BTKE, cos, sin)
@@ -53,14 +54,14 @@ def attend(
         rows, tokens = q_BTHE.shape[:2]
         starts = starts_of(rows, tokens, q_BTHE.device) if documents is None else documents.starts
         q_NHE, k_NKE, v_NKE = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTE, k_BKTE, v_BKTE))
-        return attend_alone(q_NHE, k_NKE, v_NKE, starts, tokens, window, cap).view(q_BTHE.shape)
+        return attend_alone(q_NHE, k_NKE, v_NKE, starts, tokens, window, cap, sinks_H).view(q_BTHE.shape)
     if documents is not None:
-        y_BHTE = attend_within(q_BHTE, k_BKTE, v_BKTE, documents, window, cap=cap)
-    elif 0 < window < q_BHTE.shape[2] and cap:
+        y_BHTE = attend_within(q_BHTE, k_BKTE, v_BKTE, documents, window, cap=cap, sinks_H=sinks_H)
+    elif 0 < window < q_BHTE.shape[2] and not is_plain:
         mask_TS = seen(q_BHTE, k_BKTE, None, causal=True, window=window)
-        y_BHTE = attend_masked(q_BHTE, k_BKTE, v_BKTE, mask_TS, cap=cap)
+        y_BHTE = attend_masked(q_BHTE, k_BKTE, v_BKTE, mask_TS, cap=cap, sinks_H=sinks_H)
     elif 0 < window < q_BHTE.shape[2]:
         y_BHTE = windowed_attention(q_BHTE, k_BKTE, v_BKTE, causal=True, window=window)
     else:
-        y_BHTE = attend_masked(q_BHTE, k_BKTE, v_BKTE, is_causal=True, cap=cap)
+        y_BHTE = attend_masked(q_BHTE, k_BKTE, v_BKTE, is_causal=True, cap=cap, sinks_H=sinks_H)
     return y_BHTE.transpose(1, 2)

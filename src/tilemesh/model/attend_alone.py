@@ -34,13 +34,14 @@ KeyBlock = Callable[[int, int], tuple[Tensor, Tensor]]
 
 
 def attend_alone(
-    q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, starts: Tensor, longest: int, window: int = 0, cap: float = 0.0
-) -> Tensor:
+    q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, starts: Tensor, longest: int, window: int = 0, cap: float = 0.0,
+    sinks_H: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Causal attention of sequences laid end to end: (N, H, E). `starts`: where each begins, and the end of the last;
-    `longest`: tokens of the longest, at least. `window`, `cap`: as in `model.attend`."""
+    `longest`: tokens of the longest, at least. `window`, `cap`, `sinks_H`: as in `model.attend`."""
     if q_NHE.is_cuda:
         by_tiles: Any = _ByTiles
-        y_NHE: Tensor = by_tiles.apply(q_NHE, k_NKE, v_NKE, starts, longest, window, cap)
+        y_NHE: Tensor = by_tiles.apply(q_NHE, k_NKE, v_NKE, starts, longest, window, cap, sinks_H)
         return y_NHE
     results = []
     for begin, end in pairwise(starts.tolist()):
@@ -51,14 +52,16 @@ def attend_alone(
             padding = (0, 0, 0, 0, 0, count - len(k_SKE))
             return functional.pad(k_SKE, padding), functional.pad(v_SKE, padding)
 
-        results.append(attend_in_blocks(q_NHE[begin:end], 0, block, window, cap))
+        results.append(attend_in_blocks(q_NHE[begin:end], 0, block, window, cap, sinks_H))
     return torch.cat(results)
 
 
 # In blocks ------------------------------------------------------------------------------------------------------------
 
 
-def attend_in_blocks(q_THE: Tensor, first: int, block: KeyBlock, window: int = 0, cap: float = 0.0) -> Tensor:
+def attend_in_blocks(
+    q_THE: Tensor, first: int, block: KeyBlock, window: int = 0, cap: float = 0.0, sinks_H: Tensor | None = None
+) -> Tensor:
     """Of the queries of one sequence from position `first` on, a few at a time: all shapes are constants."""
     results = []
     last = first + len(q_THE) - 1
@@ -68,12 +71,15 @@ def attend_in_blocks(q_THE: Tensor, first: int, block: KeyBlock, window: int = 0
         # Padded queries stand where the last real one does: every query has at least one key.
         at_T = (first + begin + torch.arange(QUERY_BLOCK, device=q_THE.device)).clamp(max=last)
         end = min(first + begin + QUERY_BLOCK - 1, last) + 1
-        y_THE = _reduce(padded_THE * q_THE.shape[-1] ** -0.5, at_T, (first + begin, end), block, window, cap)
+        scaled_THE, span = padded_THE * q_THE.shape[-1] ** -0.5, (first + begin, end)
+        y_THE = _reduce(scaled_THE, at_T, span, block, window, cap, sinks_H)
         results.append(y_THE[: len(some_THE)])
     return torch.cat(results)
 
 
-def _reduce(q_THE: Tensor, at_T: Tensor, span: tuple[int, int], block: KeyBlock, window: int, cap: float) -> Tensor:
+def _reduce(
+    q_THE: Tensor, at_T: Tensor, span: tuple[int, int], block: KeyBlock, window: int, cap: float, sinks_H: Tensor | None
+) -> Tensor:
     """Softmax over blocks of keys in their order, of queries at these positions, the first and past the last `span`."""
     width, total = q_THE.shape[-1], None
     # Blocks that lie before every query's window are passed over.
@@ -85,6 +91,10 @@ def _reduce(q_THE: Tensor, at_T: Tensor, span: tuple[int, int], block: KeyBlock,
             most_KG = q_KGE.new_full(q_KGE.shape[:2], -torch.inf)
             sum_KG = q_KGE.new_zeros(q_KGE.shape[:2])
             total = torch.zeros_like(q_KGE)
+            if sinks_H is not None:
+                sink_KG = sinks_H.to(q_KGE.dtype).view(len(k_KSE), -1, 1).repeat(1, 1, QUERY_BLOCK).flatten(1)
+                most_KG = sink_KG.detach()
+                sum_KG = (sink_KG - most_KG).exp()
         key_S = begin + torch.arange(KEY_BLOCK, device=at_T.device)
         behind_TS = key_S > at_T[:, None]
         if window:
@@ -111,30 +121,32 @@ def _reduce(q_THE: Tensor, at_T: Tensor, span: tuple[int, int], block: KeyBlock,
 class _ByTiles(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window: int, cap: float
-    ) -> Tensor:
-        ctx.save_for_backward(q, k, v, starts)
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window: int, cap: float,
+        sinks_H: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(q, k, v, starts, sinks_H)
         ctx.window, ctx.cap = window, cap
-        return attend_by_tiles(q, k, v, starts, longest, window, cap)
+        return attend_by_tiles(q, k, v, starts, longest, window, cap, sinks_H)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, starts = ctx.saved_tensors
-        inputs = [x.detach().requires_grad_() for x in saved]
+        *saved, starts, sinks_H = ctx.saved_tensors
+        inputs = [x.detach().requires_grad_() for x in (*saved, *([] if sinks_H is None else [sinks_H]))]
         with torch.enable_grad():
-            q, k, v = (x.transpose(0, 1)[None] for x in inputs)
+            q, k, v = (x.transpose(0, 1)[None] for x in inputs[:3])
             y: Tensor
-            if ctx.cap:
+            if ctx.cap or sinks_H is not None:
                 mask = seen(q, k, starts, causal=True, window=ctx.window)
-                y = attend_masked(q, k, v, mask, cap=ctx.cap)
+                y = attend_masked(q, k, v, mask, cap=ctx.cap, sinks_H=inputs[3] if inputs[3:] else None)
             else:
                 y = attention(q, k, v, starts, causal=True, window=ctx.window)
-            return (*torch.autograd.grad(y[0].transpose(0, 1), inputs, grads[0]), None, None, None, None)
+            made = torch.autograd.grad(y[0].transpose(0, 1), inputs, grads[0])
+        return (*made[:3], None, None, None, None, made[3] if made[3:] else None)
 
 
 def attend_by_tiles(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window: int = 0, cap: float = 0.0,
-    implementation: str = "auto",
+    sinks_H: Tensor | None = None, implementation: str = "auto",
 ) -> Tensor:  # fmt: skip
     """As `attend_alone` by the kernel over pages, which keys and values are first laid into. Without gradients."""
     (_, heads, width), kv_heads = q.shape, k.shape[1]
@@ -147,8 +159,8 @@ def attend_by_tiles(
         held[layout.places_N] = x_NKE
         pages.append(held.view(-1, _PAGE, kv_heads, width))
     y: Tensor = paged_attention(
-        q, *pages, layout.tables_DM, layout.tiles_B4, tile=tile, split=EVEN_SPLIT, longest=longest, window=window,
-        cap=cap, implementation=implementation,
+        q, *pages, layout.tables_DM, layout.tiles_B4, sinks=sinks_H, tile=tile, split=EVEN_SPLIT, longest=longest,
+        window=window, cap=cap, implementation=implementation,
     )  # fmt: skip
     return y
 

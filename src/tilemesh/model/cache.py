@@ -33,13 +33,14 @@ class KeyValueCache(Protocol):
         """Where each token of this pass stands in its own sequence: whole numbers, shaped and placed as the tokens."""
 
     def attend(
-        self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0, cap: float = 0.0
-    ) -> Tensor:
+        self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0, cap: float = 0.0,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Keep this layer's keys and values and return the attention's output (B, T, H, E).
 
         A token attends to its own sequence, up to and including its own position, with softmax(q k / sqrt(E)); query
         heads H/K at a time share a key head. Rotary embeddings are already applied. `window`: to the last so many
-        tokens only, its own included; 0: to all. `cap`: of scores, as `model.soft_cap`. Each layer calls once per pass.
+        tokens only, its own included; 0: to all. `cap`, `sinks_H`: as `model.soft_cap`. Each layer calls once per pass.
         """
 
 
@@ -125,8 +126,9 @@ class DenseCache:
         return self._window_masks[window]
 
     def attend(
-        self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0, cap: float = 0.0
-    ) -> Tensor:
+        self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0, cap: float = 0.0,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         if layer in self._attended:
             raise UsageError(f"layer {layer} came twice for the same tokens: call extend before each pass")
         self._attended.add(layer)
@@ -152,5 +154,6 @@ class DenseCache:
             None if mask_BTS is None else mask_BTS[:, None],
             is_causal=mask_BTS is None and tokens == seen,
             cap=cap,
+            sinks_H=sinks_H,
         )
         return y_BHTE.transpose(1, 2)

@@ -23,12 +23,13 @@ from tilemesh.core.ranges import Range
 Norm = Literal["layernorm", "rmsnorm"]
 NormPlace = Literal["pre", "post", "branch", "sandwich"]
 Positions = Literal["learned", "rotary"]
-Activation = Literal["relu", "gelu", "gelu-erf", "swiglu", "geglu"]
-GATED: tuple[Activation, ...] = ("swiglu", "geglu")
+Activation = Literal["relu", "gelu", "gelu-erf", "swiglu", "geglu", "swiglu-clipped"]
+GATED: tuple[Activation, ...] = ("swiglu", "geglu", "swiglu-clipped")
 Biases = bool | Literal["qkv", "attention", "mlp"]
 HeadNorm = Literal["none", "head", "full"]
 RotaryScaling = Literal["none", "linear", "llama3", "yarn"]
 RouterScores = Literal["softmax", "sigmoid"]
+RouterBias = bool | Literal["scores"]
 
 _SWIGLU_MULTIPLE = 256  # Llama rounds the MLP's width up to this
 
@@ -65,7 +66,8 @@ class ModelConfig:
     """How positions enter: a learned table that is added to the embedding, or rotary embeddings of queries and keys."""
     activation: Activation = "gelu"
     """Of the MLP; gelu is the tanh approximation, as in GPT-2, gelu-erf the exact one; swiglu and geglu have a gate, a
-    second projection, with silu and gelu."""
+    second projection, with silu and gelu; swiglu-clipped is (u + 1) g sigmoid(1.702 g) of a gate g of at most 7 and of
+    u between -7 and 7 (gpt-oss)."""
     biases: Biases = True
     """Which projections have biases: all, none, or those of queries, keys and values (qkv), of the attention, or of the
     MLP; a LayerNorm always has one, an RMSNorm never."""
@@ -103,6 +105,8 @@ class ModelConfig:
     """For llama3 and yarn: the context that the model had before it was stretched."""
     rotary_gain: Annotated[float, Range(0)] = 0.0
     """For yarn: what turned queries and keys are multiplied by (attention factor); 0: 1 + ln(rotary_factor) / 10."""
+    rotary_rounded: bool = True
+    """For yarn: whether the pairs between which frequencies go from kept to divided are rounded to whole ones."""
     rotary_local_base: Annotated[float, Range(0)] = 0.0
     """Base of the rotary frequencies, without scaling, in layers with a window (Gemma 3); 0: as in the others."""
     score_width: Annotated[int, Range(0, 1_000_000)] = 0
@@ -119,6 +123,9 @@ class ModelConfig:
     """With a latent, width of a head of values, at most head_width; 0: as wide as queries and keys."""
     score_cap: Annotated[float, Range(0)] = 0.0
     """Attention's scores s are cap x tanh(s / cap) before the softmax (Gemma 2); 0: as they are."""
+    score_sink: bool = False
+    """Whether each head has one logit more, a learned one, in the softmax of its scores, which takes no value: an
+    attention sink (gpt-oss)."""
     logit_cap: Annotated[float, Range(0)] = 0.0
     """Logits z are cap x tanh(z / cap) (Gemma 2); 0: as they are."""
     norm_offset: bool = False
@@ -135,9 +142,10 @@ class ModelConfig:
     router_scores: RouterScores = "softmax"
     """What makes a router's products the scores of experts: a softmax over all of them, or of each its sigmoid
     (DeepSeek-V3)."""
-    router_bias: bool = False
+    router_bias: RouterBias = False
     """Whether experts are picked by their scores plus a bias of each, which weighs nothing; training moves it by
-    optimizer.balance_rate, up where an expert is picked less than the mean and down where more (DeepSeek-V3)."""
+    optimizer.balance_rate, up where an expert is picked less than the mean and down where more (DeepSeek-V3). scores: a
+    bias of the router's products, as any projection has one (gpt-oss)."""
     router_groups: Annotated[int, Range(1, 100_000)] = 1
     """A token picks among the experts of some of so many groups alone, neighbours, such as those of one node."""
     router_groups_per_token: Annotated[int, Range(1, 100_000)] = 1
@@ -350,6 +358,14 @@ _QWEN3_MOE = {
     "rotary_base": 1e6, "experts": 128, "experts_per_token": 8,
 }  # fmt: skip
 
+_GPT_OSS = {
+    "width": 2880, "heads": 64, "kv_heads": 8, "head_width": 64, "mlp_width": 2880, "vocabulary": 201088,
+    "context": 131072, "norm": "rmsnorm", "positions": "rotary", "activation": "swiglu-clipped", "tied": False,
+    "rotary_base": 150_000.0, "rotary_scaling": "yarn", "rotary_factor": 32.0, "rotary_high": 32.0,
+    "rotary_trained": 4096, "rotary_rounded": False, "window": 128, "score_sink": True, "experts_per_token": 4,
+    "router_bias": "scores",
+}  # fmt: skip
+
 # Plain dicts, so that what a preset leaves open (kv_heads, mlp_width) still follows a width or heads set over it.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     # Small enough for two CPU cores, bytes as tokens; grouped-query and swiglu, so that nothing of a Llama is untried.
@@ -404,6 +420,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "qwen3-235b-a22b": {
         "layers": 94, "width": 4096, "heads": 64, "kv_heads": 4, "mlp_width": 1536, **_QWEN3_MOE,
     },
+    # OpenAI 2025 (2508.10925), table 1, and config.json; every second layer has no window.
+    "gpt-oss-20b": {"layers": 24, "full_layers": tuple(range(1, 24, 2)), "experts": 32, **_GPT_OSS},
+    "gpt-oss-120b": {"layers": 36, "full_layers": tuple(range(1, 36, 2)), "experts": 128, **_GPT_OSS},
     # Brown et al. 2020, table 2.1. Counted as GPT-2 is: biases, learned positions, tied output projection, GPT-2's
     # 50,257 tokens. That gives 174,604,259,328; the name rounds it.
     "gpt3-175b": {

@@ -49,16 +49,17 @@ def attend_within(
     window: int = 0,
     end_to_end: bool | None = None,
     cap: float = 0.0,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Causal attention in which no token sees another document.
 
     `end_to_end`: by the operator for packed sequences, all rows as one, which on a GPU has a kernel; otherwise by a
-    mask over each row. None: whichever is quicker on this device. `cap`: of scores, by a mask; 0: none.
+    mask over each row. None: whichever is quicker on this device. `cap`, `sinks_H`: as `model.soft_cap`, by a mask.
     """
     rows, _, tokens, _ = q_BHTE.shape
     y_BHTE: Tensor
     if end_to_end is None:
-        end_to_end = q_BHTE.is_cuda and q_BHTE.dtype != torch.float64 and not cap
+        end_to_end = q_BHTE.is_cuda and q_BHTE.dtype != torch.float64 and not cap and sinks_H is None
     if end_to_end:
         laid = (x.transpose(0, 1).flatten(1, 2)[None] for x in (q_BHTE, k_BKTE, v_BKTE))
         y_BHTE = windowed_attention(*laid, documents.starts, causal=True, window=window)
@@ -70,4 +71,4 @@ def attend_within(
     seen_BTS = seen_BTS & (distance >= 0)
     if window:
         seen_BTS = seen_BTS & (distance < window)
-    return attend_masked(q_BHTE, k_BKTE, v_BKTE, seen_BTS[:, None], cap=cap)
+    return attend_masked(q_BHTE, k_BKTE, v_BKTE, seen_BTS[:, None], cap=cap, sinks_H=sinks_H)

@@ -138,7 +138,7 @@ class EightBits(DenseMatrix):
         agree = layer.place.agree
         if agree is None:
             return _Agreements()
-        of_inputs, of_outputs = (agree, None) if layer.place.leave is not None else (None, agree)
+        of_inputs, of_outputs = (agree, None) if layer.place.cuts_inputs else (None, agree)
         if self.by == "tensor":
             return _Agreements(of_inputs, agree, None, of_outputs)
         return _Agreements(of_inputs, of_inputs, of_outputs, of_outputs)

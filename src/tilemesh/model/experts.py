@@ -23,6 +23,7 @@ from torch.nn import functional
 from tilemesh.kernels.routing.reference import permute_rows, route_tokens, unpermute_rows
 from tilemesh.model.capacity import OrderedCounts, rows_within
 from tilemesh.model.config import ModelConfig
+from tilemesh.model.linear import LearnedVector
 from tilemesh.model.row_blocks import in_row_blocks
 
 EXCESS_SIZE = 2.0**-60
@@ -112,9 +113,11 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.experts, config.width, device="meta", dtype=dtype))
         self.bias: nn.Parameter | None = None
         """Of the experts' scores, where they are picked; in float32 at least: its steps are small."""
-        if config.router_bias:
+        if config.router_bias is True:
             wide = torch.promote_types(self.weight.dtype, torch.float32)
             self.bias = nn.Parameter(torch.empty(config.experts, device="meta", dtype=wide))
+        self.shift = LearnedVector(config.experts, dtype) if config.router_bias == "scores" else None
+        """What is added to the product with the weight."""
         self.copies = 1
         """Ranks that route the same tokens, and whose gradients are added up."""
         self.product: Callable[[Tensor, Tensor], Tensor] = functional.linear
@@ -170,6 +173,8 @@ class Router(nn.Module):
         wide = torch.promote_types(x_ND.dtype, torch.float32)
         with torch.autocast(x_ND.device.type, enabled=False):
             scores_NX = self.product(x_ND.to(wide), self.weight.to(wide))
+            if self.shift is not None:
+                scores_NX = scores_NX + self.shift.weight.to(wide)
         return functional.logsigmoid(scores_NX) if self.config.router_scores == "sigmoid" else scores_NX
 
     def loss(self, routing: Routing, counted_BT: Tensor, choice: ExpertChoice | None = None) -> Tensor:

@@ -63,8 +63,8 @@ def draw(name: str, shape: tuple[int, ...], seed: int, layers: int, out: Tensor 
     kind = module.rpartition(".")[2]
     if piece == B:  # adapters change nothing yet
         return out.zero_()
-    if kind.endswith("norm") or name.endswith("bias"):
-        return out.fill_(1.0 if name.endswith("weight") else 0.0)
+    if kind.endswith(("norm", "sinks", "shift")) or name.endswith("bias"):
+        return out.fill_(1.0 if name.endswith("norm.weight") else 0.0)
     std = INIT_STD / (2 * layers) ** 0.5 if kind in ("fc_o", "fc_out") else INIT_STD
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator(out.device).manual_seed(int.from_bytes(digest[:8], "little") % 2**63)

@@ -6,11 +6,11 @@ expected follows from the family's list of tensors (`families.entries`). Nothing
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,14 @@ from torch import Tensor
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.files import ensure_folder, read_json_object, replacing, write_text
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.families.book import CONFIG, FAMILIES, QUANTIZATION, entries, family_of, read_config, to_json
+from tilemesh.model.families.book import CONFIG, FAMILIES, MXFP4, QUANTIZATION, entries, family_of, read_config, to_json
 from tilemesh.model.families.carried import copy_carried, special_ids
 from tilemesh.model.families.deepseek import SELECTING
 from tilemesh.model.families.family import Entry
 from tilemesh.model.fresh import give_memory
 from tilemesh.model.linear import MatrixKind
 from tilemesh.model.lowbit_files import OURS, CompressedFolder, compressed_tensors
+from tilemesh.model.mxfp4 import BLOCKS, SCALES, CodedMatrices
 from tilemesh.model.transformer import Transformer
 from tilemesh.model.work.weights import parameter_shapes
 
@@ -127,7 +128,7 @@ def save_parameters(
             tensors |= {name: parameters[name].detach().contiguous() for name in entry.ours if name not in covered}
             continue
         whole = _joined(entry, [parameters[name].detach() for name in entry.ours])
-        tensors[entry.theirs] = (whole.t() if entry.transposed else whole).contiguous()
+        tensors[entry.theirs] = (whole.mT if entry.transposed else whole).contiguous()
         if whole.device.type == "meta":
             raise UsageError(f"{entry.ours[0]} is on the meta device and has no values: initialise or load the model")
     folder = Path(folder)
@@ -156,7 +157,7 @@ def save_parameters(
 # ---- files -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Stored:
     """One tensor in a file: its header, and the open file to read it from."""
 
@@ -173,7 +174,7 @@ class Stored:
 def _compressed(folder: Path, model: Transformer) -> CompressedFolder | None:
     """What is compressed in a folder; the model, which has no memory yet, gets modules of that kind."""
     told = read_json_object(folder / CONFIG).get(QUANTIZATION)
-    if told is None:
+    if told is None or (isinstance(told, Mapping) and told.get("quant_method") == MXFP4):
         return None
     if not isinstance(told, Mapping):
         raise UsageError(f"{folder / CONFIG}: {QUANTIZATION} is {told!r}: expected an object")
@@ -192,12 +193,15 @@ def _parameters(
                     yield name, stored[name].read()
             continue
         tensor = stored[entry.theirs].read()
-        parts = _separated(entry, tensor.t() if entry.transposed else tensor, [shapes[name][0] for name in entry.ours])
+        parts = _separated(entry, tensor.mT if entry.transposed else tensor, [shapes[name][0] for name in entry.ours])
         yield from zip(entry.ours, parts, strict=True)
 
 
 def _joined(entry: Entry, ours: Sequence[Tensor]) -> Tensor:
     """Our parameters as one tensor of theirs, before it is transposed."""
+    if entry.stack:
+        each, one = len(ours) // entry.stack, dataclasses.replace(entry, stack=0)
+        return torch.stack([_joined(one, ours[at : at + each]) for at in range(0, len(ours), each)])
     if len(ours) == 1:
         return ours[0][list(entry.rows)] if entry.rows else ours[0]
     if not entry.heads:
@@ -208,6 +212,9 @@ def _joined(entry: Entry, ours: Sequence[Tensor]) -> Tensor:
 
 def _separated(entry: Entry, whole: Tensor, rows: Sequence[int]) -> Sequence[Tensor]:
     """The way back: our parameters, of so many rows each."""
+    if entry.stack:
+        each, one = rows[: len(rows) // entry.stack], dataclasses.replace(entry, stack=0)
+        return [part for expert in whole for part in _separated(one, expert, each)]
     if entry.rows:
         return [torch.empty_like(whole).index_copy_(0, torch.tensor(entry.rows, device=whole.device), whole)]
     if not entry.heads:
@@ -222,8 +229,9 @@ def _expected(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes, expected = parameter_shapes(config), {}
     for entry in entries(config):
         rows = sum(shapes[name][0] for name in entry.ours)
-        shape = (rows, *shapes[entry.ours[0]][1:])
-        expected[entry.theirs] = shape[::-1] if entry.transposed else shape
+        shape = (rows // (entry.stack or 1), *shapes[entry.ours[0]][1:])
+        shape = shape[::-1] if entry.transposed else shape
+        expected[entry.theirs] = (entry.stack, *shape) if entry.stack else shape
     return expected
 
 
@@ -244,7 +252,7 @@ def _checked(
     known = expected | {head: expected[table]} if config.tied else expected
     stored: dict[str, Stored] = {}
     lines = []
-    for opened_file in _opened(folder, files):
+    for opened_file in _decoding(_opened(folder, files)):
         name = opened_file.name
         if re.fullmatch(family.leftovers, name.removeprefix(family.prefix)):
             continue
@@ -291,6 +299,19 @@ def _opened(folder: Path, files: ExitStack) -> list[Stored]:
         except (SafetensorError, OSError) as error:
             raise UsageError(f"{path} is not a whole safetensors file: {error}") from None
     return opened_files
+
+
+def _decoding(opened: Sequence[Stored]) -> list[Stored]:
+    """With two tensors that are one in four bits as that one."""
+    known = {each.name: each for each in opened}
+    for name in [name.removesuffix(BLOCKS) for name in known if name.endswith(BLOCKS)]:
+        blocks, scales = known[name + BLOCKS], known.get(name + SCALES)
+        is_coded = scales is not None and blocks.dtype == scales.dtype == "U8"
+        if scales is not None and is_coded and len(blocks.shape) == 4 and blocks.shape == (*scales.shape, 16):
+            experts, rows, groups, _ = blocks.shape
+            coded = Stored(CodedMatrices(blocks.file, scales.file), name, (experts, 32 * groups, rows), "BF16")
+            known = {key: each for key, each in known.items() if each not in (blocks, scales)} | {name: coded}
+    return list(known.values())
 
 
 def _files(folder: Path) -> list[Path]:

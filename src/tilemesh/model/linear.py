@@ -27,12 +27,21 @@ from tilemesh.kernels.matmul.op import fused_matmul
 from tilemesh.model.one_row import is_one_row, times_row
 from tilemesh.model.row_blocks import in_row_blocks
 
+CLIPPED_AT, CLIPPED_SLOPE = 7.0, 1.702  # of swiglu-clipped
+
+
+def _silu_clipped(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(CLIPPED_SLOPE * x)
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
     "relu": functional.relu,
     "gelu": functional.gelu,
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
     "silu": functional.silu,
+    "silu_clipped": lambda x: _silu_clipped(x.clamp(max=CLIPPED_AT)),
+    "one_more": lambda x: x.clamp(-CLIPPED_AT, CLIPPED_AT) + 1,
 }
 WEIGHT, BIAS = "weight", "bias"
 
@@ -58,8 +67,14 @@ class LayerPlace:
     """Where inputs are cut: what makes one of the ranks' partial products. The bias is added after it, once."""
     agree: Agree | None = None
     """The largest over the ranks that hold parts of this matrix, where scales are found of what they share."""
+    sharers: int = 1
+    """Where inputs are cut and partial products are made one later on: so many ranks add a part of the bias each."""
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = functional.linear
     """x, a weight and a bias multiplied; another one puts the weight's gradient off (`model.deferral`)."""
+
+    @property
+    def cuts_inputs(self) -> bool:
+        return self.leave is not None or self.sharers > 1
 
 
 ALONE = LayerPlace()
@@ -214,17 +229,19 @@ class Linear(nn.Linear):
         self.register_parameter(BIAS, values)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (the name nn.Linear uses)
-        if self.place.leave is None:
+        leave, sharers = self.place.leave, self.place.sharers
+        if leave is None and sharers == 1:
             apply = partial(self.kind.apply, self)
             return apply(input) if self.kind.knows_rows else self.by_rows(apply, input)
-        if input.shape[-1] != self.in_features:
+        if leave is not None and input.shape[-1] != self.in_features:
             raise UsageError(
                 f"a row-split layer got {input.shape[-1]} inputs: this rank's part takes {self.in_features}; it "
                 "follows layers whose output is split ('column'), not whole"
             )
         affine = partial(self.kind.affine, self, bias=None)
-        y = self.place.leave(affine(input) if self.kind.knows_rows else self.by_rows(affine, input))
-        return ACTIVATIONS[self.activation](y if self.bias is None else y + self.bias.to(y.dtype))
+        y = affine(input) if self.kind.knows_rows else self.by_rows(affine, input)
+        y = y if leave is None else leave(y)
+        return ACTIVATIONS[self.activation](y if self.bias is None else y + (self.bias / sharers).to(y.dtype))
 
     def by_rows(self, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Of all tokens at once, or in blocks of them."""
@@ -261,6 +278,14 @@ class Linear(nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.kind}"
+
+
+class LearnedVector(nn.Module):
+    """Learned numbers, one for each head or expert."""
+
+    def __init__(self, count: int, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(count, device="meta", dtype=dtype))
 
 
 class CodedLinear(Linear):

@@ -95,7 +95,9 @@ def _by_yarn(frequency: Tensor, slow: Tensor, config: ModelConfig) -> Tensor:
         pairs_per_log * math.log(config.rotary_trained / (2 * math.pi * turns))
         for turns in (config.rotary_high, config.rotary_low)
     )
-    begin, end = max(math.floor(first), 0), min(math.ceil(last), config.rotary_width - 1)
+    if config.rotary_rounded:
+        first, last = math.floor(first), math.ceil(last)
+    begin, end = max(first, 0), min(last, config.rotary_width - 1)
     pair = torch.arange(len(frequency), device=frequency.device).to(frequency.dtype)
     divided = ((pair - begin) / (end - begin or 0.001)).clamp(0, 1)
     return (1 - divided) * frequency + divided * slow

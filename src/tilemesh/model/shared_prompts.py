@@ -9,7 +9,8 @@ some sequences; H: query heads; E: head width.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,9 +31,11 @@ class SharedPrompts:
         self.capacity = int((places_S4[:, 1] + places_S4[:, 3]).max())
 
     def attend(
-        self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0, cap: float = 0.0
-    ) -> Tensor:
-        return torch.cat([call.attend(q_BTHE[0], k_BTKE[0], v_BTKE[0], window, cap) for call in self._calls])[None]
+        self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0, cap: float = 0.0,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        tensors, options = (q_BTHE[0], k_BTKE[0], v_BTKE[0]), {"cap": cap, "sinks_H": sinks_H}
+        return torch.cat([call.attend(*tensors, window, options) for call in self._calls])[None]
 
 
 class _Call(NamedTuple):
@@ -60,11 +63,11 @@ class _Call(NamedTuple):
         tensors = (own_SA, keys_SK, mask_SAK, away_SAK, kept_N, position_SA.flatten()[kept_N])
         return _Call(*(tensor.to(device, non_blocking=True) for tensor in tensors))
 
-    def attend(self, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, window: int, cap: float) -> Tensor:
+    def attend(self, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, window: int, options: Mapping[str, Any]) -> Tensor:
         pairs = ((q_THE, self.own_SA), (k_TKE, self.keys_SK), (v_TKE, self.keys_SK))  # gradients add whole rows
         q, k, v = (x.index_select(0, at.flatten()).view(*at.shape, *x.shape[1:]).transpose(1, 2) for x, at in pairs)
         if q.is_cuda and q.shape[1] != k.shape[1]:  # the kernel that takes a mask takes no groups of heads
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         mask_SAK = self.mask_SAK & (self.away_SAK < window) if window else self.mask_SAK
-        y = attend_masked(q, k, v, mask_SAK[:, None], cap=cap)
+        y = attend_masked(q, k, v, mask_SAK[:, None], **options)
         return y.transpose(1, 2).flatten(0, 1).index_select(0, self.kept_N)

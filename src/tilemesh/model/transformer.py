@@ -28,15 +28,16 @@ from tilemesh.model.embedding import Embedding
 from tilemesh.model.experts import Choices, Experts, RoutedOutput
 from tilemesh.model.fresh import give_memory, initialize
 from tilemesh.model.kernels import STANDARD, TORCH, ModelKernels
-from tilemesh.model.linear import DENSE, Fused, Linear
+from tilemesh.model.linear import DENSE, Fused, LearnedVector, Linear
 from tilemesh.model.norm import ResidualNorm, head_norm_of, norm_of
 from tilemesh.model.part import ModelPart, whole_part
 from tilemesh.model.rotary import RotaryAngles, RotaryTable, rotary_angles, rotate
 from tilemesh.model.soft_cap import soft_capped
 
 # What the first projection applies, and the gate where there is one. `gelu` is GPT-2's, the tanh form.
-_FIRST_ACTIVATION = {"relu": "relu", "gelu": "gelu_tanh", "gelu-erf": "gelu", "swiglu": "none", "geglu": "none"}
-_GATE_ACTIVATION = {"swiglu": "silu", "geglu": "gelu_tanh"}
+_FIRST_ACTIVATION = {"relu": "relu", "gelu": "gelu_tanh", "gelu-erf": "gelu", "swiglu": "none", "geglu": "none",
+                     "swiglu-clipped": "one_more"}  # fmt: skip
+_GATE_ACTIVATION = {"swiglu": "silu", "geglu": "gelu_tanh", "swiglu-clipped": "silu_clipped"}
 LATENT_EPSILON = 1e-6
 """Of the norm of a latent: DeepSeek's code has it whatever the other norms' is."""
 
@@ -118,6 +119,7 @@ class Attention(nn.Module):
         self.fc_o = Linear(given, config.width, config.has_biases("output"), device="meta", dtype=dtype)
         self.q_norm = head_norm_of(config, config.heads, dtype)
         self.k_norm = head_norm_of(config, config.kv_heads, dtype)
+        self.sinks = LearnedVector(config.heads, dtype) if config.score_sink else None
 
     def forward(self, x_BTD: Tensor, now: Pass) -> Tensor:
         return self.attend(self.queries(x_BTD), *self.keys_and_values(x_BTD), now)
@@ -157,8 +159,8 @@ class Attention(nn.Module):
             q_BTHE = q_BTHE * self.config.query_factor
         rotary = self.rotary(now)
         if now.cache is None:
-            cap = self.config.score_cap
-            y_BTHE = attend(q_BTHE, k_BTKE, v_BTKE, rotary, now.documents, self.window, self.implementation, cap)
+            options = {"implementation": self.implementation, **self.seen}
+            y_BTHE = attend(q_BTHE, k_BTKE, v_BTKE, rotary, now.documents, **options)
         else:
             if rotary is not None:
                 q_BTHE, k_BTKE = rotate(q_BTHE, *rotary), rotate(k_BTKE, *rotary)
@@ -170,9 +172,10 @@ class Attention(nn.Module):
 
     @property
     def seen(self) -> dict[str, Any]:
-        """What a cache is told of this layer, where it is not the usual: its window, and the cap of its scores."""
+        """What a cache is told of this layer, where it is not the usual: its window, its scores' cap and its sinks."""
         told: dict[str, Any] = {"window": self.window, "cap": self.config.score_cap}
-        return {name: value for name, value in told.items() if value}
+        told = {name: value for name, value in told.items() if value}
+        return told if self.sinks is None else {**told, "sinks_H": self.sinks.weight}
 
     def compute_by(self, implementation: str) -> None:
         """Take another implementation of attention without a cache, as `model.attend` has them."""
@@ -196,7 +199,8 @@ class Mlp(nn.Module):
     ) -> None:
         super().__init__()
         width, hidden, biases = config.width, hidden or config.mlp_width, config.has_biases("mlp")
-        kind = DENSE if kernels.projections == TORCH else Fused(implementation=kernels.projections)
+        is_plain = kernels.projections == TORCH or config.activation == "swiglu-clipped"  # our kernel does not know it
+        kind = DENSE if is_plain else Fused(implementation=kernels.projections)
         gate, first = _GATE_ACTIVATION.get(config.activation), _FIRST_ACTIVATION[config.activation]
         self.fc_gate: Linear | None = None
         if gate is not None:

@@ -26,7 +26,7 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.model.experts import Experts, Router
 from tilemesh.model.kernels import TORCH
 from tilemesh.model.kinds import kinds_of, open_codes, put_kinds
-from tilemesh.model.linear import DENSE, Linear, as_kind
+from tilemesh.model.linear import DENSE, LearnedVector, Linear, as_kind
 from tilemesh.model.norm import ResidualNorm
 from tilemesh.model.part import ModelPart, cut_parts, whole_part
 from tilemesh.model.programs.program import TRAINING, Use
@@ -353,13 +353,13 @@ def _matched(model: nn.Module, kinds: Splits) -> dict[str, Split]:
 
 def _require_module(name: str, module: nn.Module, split: Split) -> None:
     fits = {
-        ColumnSplit: (nn.Linear, nn.Conv2d, ResidualNorm),
+        ColumnSplit: (nn.Linear, nn.Conv2d, ResidualNorm, LearnedVector),
         RowSplit: (nn.Linear, nn.Conv2d),
         VocabularySplit: (nn.Linear, nn.Embedding),
     }
     wanted = fits.get(type(split), (nn.Module,))
     if not isinstance(module, wanted):
-        words = " or ".join(f"nn.{kind.__name__}" for kind in wanted if kind is not ResidualNorm)
+        words = " or ".join(f"nn.{kind.__name__}" for kind in wanted if kind not in (ResidualNorm, LearnedVector))
         raise UsageError(f"{name} is a {type(module).__name__}: a {type(split).__name__} takes an {words}")
     if isinstance(module, nn.Conv2d) and isinstance(split, (ColumnSplit, RowSplit)) and module.groups > 1:
         raise UsageError(
@@ -380,8 +380,8 @@ def _shards(model: nn.Module, splits: Mapping[str, Split], mesh: Mesh, plan: Par
         kept = Whole() if is_shared else split
         mine = shard(name, parameter.shape, kept, mesh.shape, mesh.comm.rank)
         # A whole parameter sees one rank's part of the activations where these are cut: along the tokens outside the
-        # regions, by features inside. A row-split layer's bias is added where the region has ended.
-        is_inside = is_shared or (_is_inside(name, splits) and not isinstance(split, RowSplit))
+        # regions, by features inside. A row-split layer's bias is added where the region has ended, or in parts.
+        is_inside = is_shared or (_is_inside(name, splits) and not (isinstance(split, RowSplit) and split.sums))
         is_partial = bool(mine.partial) or (not mine.cuts and (sequence or is_inside))
         shards[name] = dataclasses.replace(mine, partial=(*BATCH, "tp") if is_partial else BATCH)
         if plan.ep > 1 and EXPERT.fullmatch(name):
@@ -475,6 +475,8 @@ def _cut_modules(model: nn.Module, splits: Mapping[str, Split], seams: Seams) ->
             if layer is not module:
                 _replace(model, name, layer)
             _place(name, layer, split, seams)
+        elif isinstance(module, LearnedVector):
+            continue  # has this rank's numbers, and nothing else to know
         elif isinstance(module, ResidualNorm):
             module.spread(Passage(seams, "share"), seams.comm.size)
         elif isinstance(split, (ColumnSplit, VocabularySplit)):
@@ -509,7 +511,8 @@ def _place(name: str, layer: Linear, split: Split, seams: Seams) -> None:
     agree = (lambda most: seams.sum(most.contiguous(), "max")) if layer.kind.agrees(by) else None
     sums = isinstance(split, RowSplit) and split.sums
     leave = Passage(seams, "leave") if sums else None
-    layer.stand(dataclasses.replace(layer.place, leave=leave, agree=agree), inputs, outputs)
+    sharers = ranks if isinstance(split, RowSplit) and not sums else 1
+    layer.stand(dataclasses.replace(layer.place, leave=leave, agree=agree, sharers=sharers), inputs, outputs)
 
 
 def _replace(model: nn.Module, name: str, new: nn.Module) -> None:

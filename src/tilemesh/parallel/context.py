@@ -76,14 +76,16 @@ class ContextAxis:
         self.attend = apart(self.attend)  # type: ignore[method-assign]
 
     def attend(
-        self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, pass_: ContextCache, window: int, cap: float
-    ) -> Tensor:
+        self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, pass_: ContextCache, window: int, cap: float,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Of this rank's tokens over those of all ranks."""
+        sinks_H = self.of_heads(sinks_H)
         q, k, v = self.to_heads((q_BTHE, k_BTKE, v_BTKE), pass_.runs.shares)
         if self.exchange == "heads":
-            y_BTHE = attend(q, k, v, None, pass_.documents, window, pass_.implementation, cap)
+            y_BTHE = attend(q, k, v, None, pass_.documents, window, pass_.implementation, cap, sinks_H)
         else:
-            y_BTHE = self.go_round(q, k, v, pass_.runs, window, pass_.implementation, cap)
+            y_BTHE = self.go_round(q, k, v, pass_.runs, window, pass_.implementation, cap, sinks_H)
         return self.to_tokens(y_BTHE, pass_.runs.shares)
 
     def go_round(
@@ -95,6 +97,7 @@ class ContextAxis:
         window: int,
         kernels: str = TORCH,
         cap: float = 0.0,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Attention to keys and values that go round, or are gathered."""
         how = "auto" if kernels == TORCH else kernels  # of torch's own none gives the sums
@@ -103,7 +106,12 @@ class ContextAxis:
         travel: KeyTravel = KeyRing(self.comm, runs.keys, self.together)
         if self.exchange == "gather":
             travel = KeyGather(self.comm, runs.keys, queries, self.algorithm)
-        return SharedAttention(travel, queries, runs.documents, window, how, cap)(q, k, v).transpose(1, 2)
+        attention = SharedAttention(travel, queries, runs.documents, window, how, cap)
+        return attention(q, k, v, sinks_H).transpose(1, 2)
+
+    def of_heads(self, sinks_H: Tensor | None) -> Tensor | None:
+        """Of all heads that this rank has of its tokens, those of the heads that it has of the neighbours' tokens."""
+        return sinks_H if sinks_H is None else sinks_H.chunk(self.together)[self.comm.rank % self.together]
 
     def to_heads(self, tensors: Sequence[Tensor], shares: Sequence[Runs]) -> Sequence[Tensor]:
         """From all heads of this rank's tokens to this rank's part of the heads of all neighbours' tokens, in their
@@ -196,9 +204,10 @@ class ContextCache:
         self.positions_BT = axis.own(positions_BT if self.documents is None else self.documents.positions_BT)
 
     def attend(
-        self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0, cap: float = 0.0
-    ) -> Tensor:
-        return self.axis.attend(q_BTHE, k_BTKE, v_BTKE, self, window, cap)
+        self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0, cap: float = 0.0,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        return self.axis.attend(q_BTHE, k_BTKE, v_BTKE, self, window, cap, sinks_H)
 
 
 def stretch_of(cache: Any, first: int, tokens: int) -> Any:

@@ -190,9 +190,10 @@ class SharedAttention:
     cap: float = 0.0
     """Of scores; 0: none."""
 
-    def __call__(self, q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
+    def __call__(self, q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, sinks_H: Tensor | None = None) -> Tensor:
+        """`sinks_H`: of each head a logit more in the softmax, which takes no value."""
         function: Any = _AttentionGraph
-        y_BHTE: Tensor = function.apply(q_BHTE, k_BKSE, v_BKSE, self)
+        y_BHTE: Tensor = function.apply(q_BHTE, k_BKSE, v_BKSE, sinks_H, self)
         return y_BHTE
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -260,20 +261,27 @@ class _AttentionGraph(torch.autograd.Function):
     """Keeps q, k, v, the result and its sums: what attention in one process keeps, of this rank's tokens."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: SharedAttention) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, attention: SharedAttention) -> Tensor:
         with torch.autocast(q.device.type, enabled=False):
             wide, sums = attention.forward(q, k, v)
+            if sinks is not None:  # once, when all keys have been here: as a key of its own would, with a value of 0
+                none = wide.new_zeros(()).expand_as(wide)
+                _merge(wide, sums, none, sinks.to(sums.dtype)[:, None].expand_as(sums))
         y = wide.to(q.dtype)
-        ctx.save_for_backward(q, k, v, y, sums)
+        ctx.save_for_backward(q, k, v, sinks, y, sums)
         ctx.attention = attention
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, y, sums = ctx.saved_tensors
+        q, k, v, sinks, y, sums = ctx.saved_tensors
+        of_sinks = None
         with torch.autocast(q.device.type, enabled=False):
             made = ctx.attention.backward(grad, q, k, v, y, sums)
-        return (*(gradient.to(like.dtype) for gradient, like in zip(made, (q, k, v), strict=True)), None)
+            if sinks is not None:
+                weight = (sinks.to(sums.dtype)[:, None] - sums).exp()
+                of_sinks = -(weight * (grad * y).sum(-1, dtype=sums.dtype)).sum((0, 2)).to(sinks.dtype)
+        return (*(gradient.to(like.dtype) for gradient, like in zip(made, (q, k, v), strict=True)), of_sinks, None)
 
 
 def in_order(x_S: Tensor, runs: Sequence[Runs]) -> Tensor:

@@ -52,15 +52,18 @@ class SliceCache:
         self.pairs: dict[int, _Pair] = {}
 
     def attend(
-        self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0, cap: float = 0.0
-    ) -> Tensor:
+        self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0, cap: float = 0.0,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         if self.axis is None or self.runs is None:
-            return self._over_slices(layer, q_BTHE, k_BTKE, v_BTKE, window, cap)
+            return self._over_slices(layer, q_BTHE, k_BTKE, v_BTKE, window, cap, sinks_H)
+        sinks_H = self.axis.of_heads(sinks_H)
         q, k, v = self.axis.to_heads((q_BTHE, k_BTKE, v_BTKE), self.runs.shares)
         if self.axis.exchange == "heads":
-            y_BTHE = self._over_slices(layer, q, k, v, window, cap)
+            y_BTHE = self._over_slices(layer, q, k, v, window, cap, sinks_H)
         else:
-            y_BTHE = self.axis.go_round(q, *self._with_earlier(layer, k, v), self.runs, window, cap=cap)
+            pairs = self._with_earlier(layer, k, v)
+            y_BTHE = self.axis.go_round(q, *pairs, self.runs, window, cap=cap, sinks_H=sinks_H)
         return self.axis.to_tokens(y_BTHE, self.runs.shares)
 
     def _with_earlier(self, layer: int, k_BTKE: Tensor, v_BTKE: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,8 +75,9 @@ class SliceCache:
         return keys_BSKE, torch.cat([*(values for _, values in before), v_BTKE], dim=1)
 
     def _over_slices(
-        self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, window: int, cap: float
-    ) -> Tensor:
+        self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, window: int, cap: float,
+        sinks_H: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         """Attention to the slices so far, all tokens of which are here."""
         keys_BSKE, values_BSKE = self._with_earlier(layer, k_BTKE, v_BTKE)
         seen, tokens = keys_BSKE.shape[1], q_BTHE.shape[1]
@@ -87,7 +91,8 @@ class SliceCache:
         if mask_TS is not None and self.number_BS is not None:  # (B, 1, T, S)
             mask_TS = mask_TS & (self.number_BS[:, None, self.begin :, None] == self.number_BS[:, None, None])
         q, k, v = (x.transpose(1, 2) for x in (q_BTHE, keys_BSKE, values_BSKE))
-        return attend_masked(q, k, v, mask_TS, is_causal=mask_TS is None, cap=cap).transpose(1, 2)
+        y = attend_masked(q, k, v, mask_TS, is_causal=mask_TS is None, cap=cap, sinks_H=sinks_H)
+        return y.transpose(1, 2)
 
     def roots(self) -> tuple[list[Tensor], list[Tensor]]:
         """Where backward begins beside the slice's output, and with which gradients: what later slices attended to."""

@@ -12,9 +12,9 @@ G: query heads per key head; E: head width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -176,8 +176,8 @@ class PagedKeyValues:
         heads: int,
         kv_heads: int,
         window: int = 0,
-        cap: float = 0.0,
         dtype: torch.dtype | None = None,
+        **scores: Any,
     ) -> Tensor:
         batch = self._seen_by(window)
         width = qkv_BTF.shape[2] // (heads + 2 * kv_heads)
@@ -187,14 +187,16 @@ class PagedKeyValues:
         tables = None if rotary is None else (rotary[0][0, :, 0], rotary[1][0, :, 0])
         if batch.layout is None:
             q_THE = turn_and_store(qkv_BTF[0], tables, batch.places_T, stored.held[0], stored.held[1], heads)
-            return self._attend_groups(batch, q_THE, stored, window, cap)[None]
+            return self._attend_groups(batch, q_THE, stored, window, scores)[None]
         q_THE = store_pages(
             qkv_BTF, tables, batch.places_T, *stored.held, heads=heads, scales=scales, dtype=wanted,
             implementation=self.implementation,
         )  # fmt: skip
-        return self._attend_tiles(batch.layout, q_THE, stored, window, cap)[None]
+        return self._attend_tiles(batch.layout, q_THE, stored, window, scores)[None]
 
-    def _attend_tiles(self, layout: PageLayout, q_THE: Tensor, stored: StoredPages, window: int, cap: float) -> Tensor:
+    def _attend_tiles(
+        self, layout: PageLayout, q_THE: Tensor, stored: StoredPages, window: int, scores: Mapping[str, Any]
+    ) -> Tensor:
         results = [
             paged_attention(
                 q_THE[tokens.begin : tokens.end],
@@ -204,11 +206,12 @@ class PagedKeyValues:
                 tokens.tiles_B4,
                 stored.scales_of(0),
                 stored.scales_of(1),
+                scores.get("sinks_H"),
                 tile=tokens.tile,
                 split=tokens.split,
                 longest=tokens.longest,
                 window=window,
-                cap=cap,
+                cap=scores.get("cap", 0.0),
                 settled=True,  # between the batch's numbers and here there is at least the product of queries and keys
                 implementation=self.implementation,
             )
@@ -219,7 +222,7 @@ class PagedKeyValues:
         return results[0] if len(results) == 1 else torch.cat(results)
 
     def attend(
-        self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0, cap: float = 0.0
+        self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0, **scores: Any
     ) -> Tensor:
         batch = self._seen_by(window)
         kv_heads, width = k_BTKE.shape[2:]
@@ -227,10 +230,12 @@ class PagedKeyValues:
         # Padding writes to place -1: the last one of the page that no sequence has.
         stored.put(batch.places_T, k_BTKE[0], v_BTKE[0])
         if batch.layout is not None:
-            return self._attend_tiles(batch.layout, q_BTHE[0], stored, window, cap)[None]
-        return self._attend_groups(batch, q_BTHE[0], stored, window, cap)[None]
+            return self._attend_tiles(batch.layout, q_BTHE[0], stored, window, scores)[None]
+        return self._attend_groups(batch, q_BTHE[0], stored, window, scores)[None]
 
-    def _attend_groups(self, batch: Batch, q_THE: Tensor, stored: StoredPages, window: int, cap: float) -> Tensor:
+    def _attend_groups(
+        self, batch: Batch, q_THE: Tensor, stored: StoredPages, window: int, scores: Mapping[str, Any]
+    ) -> Tensor:
         y_THE = torch.empty_like(q_THE)
         for group in batch.groups:
             rows = slice(group.begin, group.begin + group.rows * group.tokens)
@@ -239,26 +244,26 @@ class PagedKeyValues:
                 (keys, values), positions_T = stored.held, batch.positions_1T[0, rows]
                 if group.tokens == 1:
                     y_THE[rows] = attend_decoding(
-                        q_RTHE[:, 0], keys, values, group.pages_RP, positions_T, group.keys, window, cap
+                        q_RTHE[:, 0], keys, values, group.pages_RP, positions_T, group.keys, window, **scores
                     )
                 else:
                     positions_RT = positions_T.view(group.rows, group.tokens)
-                    y_RTHE = attend_chunks(q_RTHE, keys, values, group.pages_RP, positions_RT, window, cap)
+                    y_RTHE = attend_chunks(q_RTHE, keys, values, group.pages_RP, positions_RT, window, **scores)
                     y_THE[rows] = y_RTHE.flatten(0, 1)
                 continue
             attend = self._attend_in_blocks if self.invariant else _attend_together
-            y_THE[rows] = attend(group, q_RTHE, stored, window, cap).flatten(0, 1)
+            y_THE[rows] = attend(group, q_RTHE, stored, window, scores).flatten(0, 1)
         return y_THE
 
     def _attend_in_blocks(
-        self, group: AttentionGroup, q_RTHE: Tensor, stored: StoredPages, window: int, cap: float
+        self, group: AttentionGroup, q_RTHE: Tensor, stored: StoredPages, window: int, scores: Mapping[str, Any]
     ) -> Tensor:
         """One sequence after the other, in the blocks of `model.attend_alone`."""
         results = []
         for row in range(group.rows):
             block = partial(self._key_block, stored, group.pages_RP[row], q_RTHE.dtype)
             last = group.keys - 1 if group.mask_RTS is None else int(group.mask_RTS[row, -1].sum()) - 1
-            results.append(attend_in_blocks(q_RTHE[row], last + 1 - group.tokens, block, window, cap))
+            results.append(attend_in_blocks(q_RTHE[row], last + 1 - group.tokens, block, window, **scores))
         return torch.stack(results)
 
     def _key_block(
@@ -304,7 +309,9 @@ def _seen(group: AttentionGroup, window: int) -> Tensor | None:
     return ((key_S <= last_T) & (key_S > last_T - window)).expand(group.rows, -1, -1)
 
 
-def _attend_together(group: AttentionGroup, q_RTHE: Tensor, stored: StoredPages, window: int, cap: float) -> Tensor:
+def _attend_together(
+    group: AttentionGroup, q_RTHE: Tensor, stored: StoredPages, window: int, scores: Mapping[str, Any]
+) -> Tensor:
     mask_RTS = _seen(group, window)
     kv_heads, width = stored.held.shape[3:]
     shared = q_RTHE.shape[2] // kv_heads
@@ -318,13 +325,13 @@ def _attend_together(group: AttentionGroup, q_RTHE: Tensor, stored: StoredPages,
         # The query heads that share a key head stand as queries of one head: no key is read twice.
         q_RKGE = q_RTHE[:, 0].view(group.rows, kv_heads, shared, -1)
         mask = None if mask_RTS is None else mask_RTS[:, None]
-        return attend_masked(q_RKGE, k_RKSE, v_RKSE, mask, cap=cap).flatten(1, 2)[:, None]
+        return attend_masked(q_RKGE, k_RKSE, v_RKSE, mask, **scores).flatten(1, 2)[:, None]
     y_RHTE = attend_masked(
         q_RTHE.transpose(1, 2),
         k_RKSE,
         v_RKSE,
         None if mask_RTS is None else mask_RTS[:, None],
         is_causal=group.causal and mask_RTS is None,
-        cap=cap,
+        **scores,
     )
     return y_RHTE.transpose(1, 2)

@@ -56,7 +56,7 @@ _UNFUSED = Switch("optimizer.name", lambda config: config.optimizer.name in ("li
 _NOT_FUSED = Switch("optimizer.fused", lambda config: config.optimizer.fused is False, "optimizer.fused=true")
 _CLIP = Switch("optimizer.clip", lambda config: config.optimizer.clip > 0, "optimizer.clip=0")
 _EXPERTS = Switch("model.experts", lambda config: config.model.experts > 0, "model.experts=0")
-_BALANCED = Switch("model.router_bias", lambda config: config.model.router_bias, "model.router_bias=false")
+_BALANCED = Switch("model.router_bias", lambda config: config.model.router_bias is True, "model.router_bias=false")
 _EXPERTS_APART = Switch(
     "model.experts",
     lambda config: config.model.experts > 0 and (config.model.has_biases("mlp") or config.lora.rank > 0),

@@ -36,7 +36,7 @@ void decode_layers(const struct layer *layers, long count, const float *x, const
         ADAPT(at->heads_low, y, rows, D, 3, H * E, K * E, K * E);
         turn_and_store(rows, at->cosines, at->sines, at->places, q, at->keys, at->values, R, H, K, E, at->every);
         attend_decoding(q, at->keys, at->values, at->tables, positions, seen, scores, R, H, K, E, N, at->pages,
-                        at->window, most, cap);
+                        at->window, most, cap, 0);
         few_product(seen, at->out, at->out_bias, branch, R, D, H * E);
         ADAPT(at->out_low, seen, branch, H * E, 1, D);
         norm_rows(x, branch, at->mlp_norm, sum, y, R, D, epsilon);

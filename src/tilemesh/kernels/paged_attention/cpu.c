@@ -5,7 +5,7 @@
  * What a token gets depends on its own sequence alone, and not on which thread computes which heads.
  *
  * Names as in reference.py: R sequences, H heads of queries, K of keys and values, E width, N tokens of a page, M pages
- * of a row of the table; G = H / K. `scores` has room for H * most numbers of each sequence, `most` being four more than its keys.
+ * of a row of the table; G = H / K; `sinks`, unless 0, are scores of each query head that take no value. `scores` has room for H * most numbers of each sequence, `most` being four more than its keys.
  */
 #include <omp.h>
 
@@ -29,7 +29,7 @@ static inline void fetch(const float *next, long part, long parts, long count) {
 
 static void attend_one(const float *q, const float *keys, const float *values, const int64_t *table, float *y,
                        float *scores, long begin, long end, long heads, long G, long K, long E, long N, long most,
-                       float scale, float cap) {
+                       float scale, float cap, const float *sinks) {
     const long token = K * E, count = end - begin;
     const float *k[4], *v[4];
     EACH_FOUR(keys, k) {
@@ -54,11 +54,13 @@ static void attend_one(const float *q, const float *keys, const float *values, c
         if (cap > 0)
             for (long s = 0; s < count; s++) row[s] = cap * tanhf(row[s] / cap);
         for (long s = 0; s < count; s++) largest = row[s] > largest ? row[s] : largest;
+        if (sinks && sinks[g] > largest) largest = sinks[g];
 #pragma omp simd reduction(+ : total)
         for (long s = 0; s < count; s++) {
             row[s] = power(row[s] - largest);
             total += row[s];
         }
+        if (sinks) total += power(sinks[g] - largest);
         for (long s = 0; s < count; s++) row[s] /= total;
         for (long e = 0; e < E; e++) y[g * E + e] = 0;
     }
@@ -77,7 +79,7 @@ static void attend_one(const float *q, const float *keys, const float *values, c
 
 void attend_decoding(const float *q, const float *keys, const float *values, const int64_t *tables,
                      const int64_t *positions, float *y, float *scores, long R, long H, long K, long E, long N, long M,
-                     long window, long most, float cap) {
+                     long window, long most, float cap, const float *sinks) {
     /* All heads of a sequence together where there are enough sequences: its tokens are then read as they lie. */
     const long G = H / K, parts = R < omp_get_max_threads() ? K : 1, heads = H / parts;
     const float scale = 1 / sqrtf((float)E);
@@ -86,7 +88,7 @@ void attend_decoding(const float *q, const float *keys, const float *values, con
         const long r = at / parts, first = at % parts * heads, end = positions[r] + 1;
         const long begin = window && end > window ? end - window : 0, from = first / G * E, to = (r * H + first) * E;
         attend_one(q + to, keys + from, values + from, tables + r * M, y + to, scores + (r * H + first) * most, begin, end,
-                   heads, G, K, E, N, most, scale, cap);
+                   heads, G, K, E, N, most, scale, cap, sinks ? sinks + first : 0);
     }
 }
 
@@ -106,10 +108,11 @@ static inline void score_two(const float *a, const float *b, const float *block,
 }
 
 /* Attention of R sequences with T new tokens each, over keys and values where they lie, up to each token's own position:
- * KEYS keys after the other, with the softmax made anew for each of them. q, y: (R, T, H, E); positions: (R, T). */
+ * KEYS keys after the other, with the softmax made anew for each of them. q, y: (R, T, H, E); positions: (R, T);
+ * sinks: (H), or 0. */
 void attend_chunks(const float *q, const float *keys, const float *values, const int64_t *tables,
                    const int64_t *positions, float *y, long R, long T, long H, long K, long E, long N, long M, long window,
-                   float cap) {
+                   float cap, const float *sinks) {
     const long G = H / K, parts = (T + QUERIES - 1) / QUERIES, token = K * E;
     const float scale = 1 / sqrtf((float)E);
 #pragma omp parallel for collapse(3) schedule(dynamic) if (R * T * H * E > 8192)
@@ -161,8 +164,12 @@ void attend_chunks(const float *q, const float *keys, const float *values, const
                         }
                     }
                 }
-                for (long i = 0; i < queries; i++)
-                    for (long e = 0; e < E; e++) y[begin + (i / G * H + i % G) * E + e] /= total[i];
+                for (long i = 0; i < queries; i++) {
+                    const float sink = sinks ? sinks[k * G + i % G] : -INFINITY;
+                    const float most = sink > largest[i] ? sink : largest[i], kept = sinks ? power(largest[i] - most) : 1;
+                    const float over = kept / (total[i] * kept + (sinks ? power(sink - most) : 0));
+                    for (long e = 0; e < E; e++) y[begin + (i / G * H + i % G) * E + e] *= over;
+                }
             }
 }
 

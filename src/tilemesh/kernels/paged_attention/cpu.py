@@ -22,8 +22,8 @@ _ADDRESS, _LONG = ctypes.c_void_p, ctypes.c_long
 def library() -> ctypes.CDLL | None:
     """The compiled functions; None without Linux and a C compiler."""
     arguments = {
-        "attend_decoding": [*[_ADDRESS] * 7, *[_LONG] * 8, ctypes.c_float],
-        "attend_chunks": [*[_ADDRESS] * 6, *[_LONG] * 8, ctypes.c_float],
+        "attend_decoding": [*[_ADDRESS] * 7, *[_LONG] * 8, ctypes.c_float, _ADDRESS],
+        "attend_chunks": [*[_ADDRESS] * 6, *[_LONG] * 8, ctypes.c_float, _ADDRESS],
         "turn_and_store": [*[_ADDRESS] * 7, *[_LONG] * 5],
     }
     return c_functions("paged_attention", [Path(__file__).with_name("cpu.c")], arguments)
@@ -44,6 +44,7 @@ def attend_decoding(
     longest: int,
     window: int = 0,
     cap: float = 0.0,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """softmax(q k / sqrt(E)) v of one new token of each sequence, as `paged_attention` has it: (R, H, E).
 
@@ -52,6 +53,8 @@ def attend_decoding(
     """
     loaded = library()
     assert loaded is not None
+    sinks_H = None if sinks_H is None else sinks_H.float().contiguous()
+    sinks = None if sinks_H is None else sinks_H.data_ptr()
     q_RHE, tables_RM, positions_R = q_RHE.contiguous(), tables_RM.contiguous(), positions_R.contiguous()
     (rows, heads, width), (_, page_tokens, kv_heads, _) = q_RHE.shape, keys.shape
     most = longest + 4
@@ -59,7 +62,7 @@ def attend_decoding(
     loaded.attend_decoding(
         q_RHE.data_ptr(), keys.data_ptr(), values.data_ptr(), tables_RM.data_ptr(), positions_R.data_ptr(),
         y_RHE.data_ptr(), scores.data_ptr(), rows, heads, kv_heads, width, page_tokens, tables_RM.shape[1], window,
-        most, cap,
+        most, cap, sinks,
     )  # fmt: skip
     return y_RHE
 
@@ -72,16 +75,20 @@ def attend_chunks(
     positions_RT: Tensor,
     window: int = 0,
     cap: float = 0.0,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """The same of several new tokens of each sequence, one after the other: (R, T, H, E)."""
     loaded = library()
     assert loaded is not None
+    sinks_H = None if sinks_H is None else sinks_H.float().contiguous()
+    sinks = None if sinks_H is None else sinks_H.data_ptr()
     q_RTHE, tables_RM, positions_RT = q_RTHE.contiguous(), tables_RM.contiguous(), positions_RT.contiguous()
     (rows, tokens, heads, width), (_, page_tokens, kv_heads, _) = q_RTHE.shape, keys.shape
     y_RTHE = torch.empty_like(q_RTHE)
     loaded.attend_chunks(
         q_RTHE.data_ptr(), keys.data_ptr(), values.data_ptr(), tables_RM.data_ptr(), positions_RT.data_ptr(),
         y_RTHE.data_ptr(), rows, tokens, heads, kv_heads, width, page_tokens, tables_RM.shape[1], window, cap,
+        sinks,
     )  # fmt: skip
     return y_RTHE
 

@@ -141,7 +141,7 @@ def attend_part(
 
 @triton.jit
 def attend_pages(
-    q, keys, values, key_scales, value_scales, tables, tiles, y, parts, extremes, weights, K, M, H, T, E, window,
+    q, keys, values, key_scales, value_scales, sinks, tables, tiles, y, parts, extremes, weights, K, M, H, T, E, window,
     factor, cap, turns, q_t, q_h, k_p, k_n, k_h, v_p, v_n, v_h, y_t, y_h,
     GROUP: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
     HEAD: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, ALIKE: tl.constexpr, PADDED: tl.constexpr,
@@ -187,11 +187,14 @@ def attend_pages(
         value_scales += head
     if SPLIT == 0:
         whole = tl.minimum(position, end) // BLOCK_N * BLOCK_N
-        _, sums, total = attend_part(
+        largest, sums, total = attend_part(
             query, at, counts, keys, values, key_scales, value_scales, table, page, begin, whole, end, window, factor,
             cap, k_p, k_n, v_p, v_n, K, E, PAGE, BLOCK_N, HEAD, ROWS, WINDOW, CAPPED, ALIKE, PADDED, UPCAST, FLOAT8,
             WHOLE, kind,
         )  # fmt: skip
+        if sinks is not None:
+            sink = tl.load(sinks + head * GROUP + member).to(kind) * 1.4426950408889634
+            sums, total = with_sink(sink, largest, sums, total, kind)
         made = total / tl.where(counts, sums, 1.0)[:, None]  # each sees a key: no sum is 0 but of scores -inf
         to_y = y + ((first + token) * y_t + (head * GROUP + member) * y_h)[:, None] + columns[None, :]
         tl.store(to_y, made.to(y.dtype.element_ty), mask=held)
@@ -212,8 +215,16 @@ def attend_pages(
 
 
 @triton.jit
+def with_sink(sink, largest, sums, total, kind: tl.constexpr):
+    """Sums and weighted values with a score more that takes no value; in powers of two, as all are here."""
+    larger = tl.maximum(largest, sink)
+    before = tl.exp2(largest - larger)
+    return sums * before + tl.exp2(sink - larger), total * before[:, None]
+
+
+@triton.jit
 def add_parts(
-    parts, extremes, weights, tiles, y, H, T, E, window, y_t, y_h,
+    parts, extremes, weights, sinks, tiles, y, H, T, E, window, y_t, y_h,
     TILE: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, HEAD: tl.constexpr,
     WINDOW: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -248,6 +259,10 @@ def add_parts(
         sums = sums * before + tl.sum(weight * now, 0)
         total = total * before + tl.sum(made * now[:, None], 0)
         largest = larger
+    if sinks is not None:
+        sink = tl.load(sinks + head + tl.zeros((1,), tl.int32)).to(kind) * 1.4426950408889634
+        sums, rows = with_sink(sink, largest, sums, total[None, :], kind)
+        total = tl.sum(rows, 0)
     mean = total / tl.where(token < count, sums, 1.0)  # as in `attend_pages`
     there = (columns < E) & (token < count)
     tl.store(y + first * y_t + head * y_h + columns, mean.to(y.dtype.element_ty), mask=there)
@@ -271,7 +286,7 @@ def plan(
         "extremes": Buffer(parts * tokens * heads if split else 1, kind),
         "weights": Buffer(parts * tokens * heads if split else 1, kind),
     }
-    arguments: dict[str, Argument] = {"key_scales": None, "value_scales": None}
+    arguments: dict[str, Argument] = dict.fromkeys(("key_scales", "value_scales", "sinks"))
     arguments |= {name: Pointer(name) for name in (*places, *buffers)}
     arguments |= {
         "K": kv_heads, "M": places["tables"].strides[0], "H": heads, "T": tokens, "E": width, "window": window,
@@ -295,7 +310,7 @@ def plan(
     )  # fmt: skip
     if not split:
         return LaunchPlan((attending,), buffers)
-    names = ("parts", "extremes", "weights", "tiles", "y", "H", "T", "E", "window", "y_t", "y_h")
+    names = ("parts", "extremes", "weights", "sinks", "tiles", "y", "H", "T", "E", "window", "y_t", "y_h")
     adding = Step(
         f"{__name__}:add_parts", (count * tile, heads), {name: arguments[name] for name in names},
         {**shared, "EARLY": early, "TILE": tile, "PARTS": _PARTS}, warps=_ADDING_WARPS, stages=1, wide=large,
@@ -320,7 +335,8 @@ def _effort(rows: int, head: int, dtype: str) -> tuple[int, int]:
 
 def forward(
     launch: Any, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, key_scales: Tensor | None,
-    value_scales: Tensor | None, tile: int, split: int, longest: int, window: int, cap: float, settled: bool,
+    value_scales: Tensor | None, sinks: Tensor | None, tile: int, split: int, longest: int, window: int, cap: float,
+    settled: bool,
 ) -> Tensor:  # fmt: skip
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     q, keys, values = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, keys, values))
@@ -328,6 +344,8 @@ def forward(
     given = {"q": q, "keys": keys, "values": values, "tables": tables, "tiles": tiles.contiguous(), "y": y}
     if key_scales is not None and value_scales is not None:
         given |= {"key_scales": key_scales.contiguous(), "value_scales": value_scales.contiguous()}
+    if sinks is not None:
+        given["sinks"] = sinks.contiguous()
     planned = interpreted_plan if q.device.type == "cpu" else plan
     options = {"tile": tile, "split": split, "longest": longest, "window": window, "cap": cap, "settled": settled}
     launch(planned, given, written=("y",), **options, early=launches_early(q.device))

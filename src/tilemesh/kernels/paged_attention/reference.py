@@ -47,7 +47,8 @@ def prompt_tile(group: int, width: int, itemsize: int) -> int:
 
 def check(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, key_scales: Tensor | None,
-    value_scales: Tensor | None, tile: int, split: int, longest: int, window: int, cap: float, settled: bool,
+    value_scales: Tensor | None, sinks: Tensor | None, tile: int, split: int, longest: int, window: int, cap: float,
+    settled: bool,
 ) -> None:  # fmt: skip
     shapes = f"q {tuple(q.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)}"
     if q.dim() != 3 or keys.dim() != 4 or keys.shape != values.shape or q.shape[2] != keys.shape[3]:
@@ -63,6 +64,8 @@ def check(
                 "(B, 4)"
             )
     _check_codes(q, keys, values, key_scales, value_scales)
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise UsageError(f"sinks {tuple(sinks.shape)}: expected one of each of {q.shape[1]} query heads")
     group = q.shape[1] // keys.shape[2]
     if tile < 1 or tile * group > max(MOST_ROWS, group):
         raise UsageError(f"tile is {tile} and {group} query heads share a key head: expected at most {MOST_ROWS} rows")
@@ -97,7 +100,7 @@ def served(q: Tensor, *_: object) -> bool:
     kernel="tilemesh.kernels.paged_attention.kernel",
     check=check,
     served=served,
-    own_dtype=("keys", "values", "key_scales", "value_scales"),
+    own_dtype=("keys", "values", "key_scales", "value_scales", "sinks"),
 )
 def paged_attention(
     q: Tensor,
@@ -107,6 +110,7 @@ def paged_attention(
     tiles: Tensor,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
     *,
     tile: int = 1,
     split: int = 0,
@@ -123,10 +127,10 @@ def paged_attention(
     key_scales, value_scales: (P, N, K) float32, where keys and values are codes of 8 bits (int8, or fp8 as uint8).
     tile: the most tokens of a tile. split: keys are attended to in parts of so many, which run at the same time and are
     added up in order; 0: in one. longest: keys of the longest sequence, at least. window: a token sees the last so many
-    keys, its own included; 0: all. cap: scores s are cap tanh(s / cap); 0: as they are. A token's result depends on its
-    own sequence, the tile's size and `split` alone. Kernels compute in float32 (float64 for float64) and round
-    probabilities to q's dtype. settled: tables and tiles are no results of the kernel launched just before, and may be
-    read before that one has ended.
+    keys, its own included; 0: all. cap: scores s are cap tanh(s / cap); 0: as they are. sinks: (H,), of each query
+    head a score more, in the softmax alone: it takes no value. A token's result depends on its own sequence, the tile's
+    size and `split` alone. Kernels compute in float32 (float64 for float64) and round probabilities to q's dtype.
+    settled: tables and tiles are no results of the kernel launched just before, and may be read before it has ended.
     """
     keys, values = decoded_pages(keys, values, key_scales, value_scales, accumulator(q.dtype))
     y_THE = torch.zeros_like(q)
@@ -134,7 +138,7 @@ def paged_attention(
         if count:
             rows = slice(first, first + count)
             weight_KGTS, v_KSE = _weights(
-                q[rows], keys, values, tables[row], position, window, cap, accumulator(q.dtype)
+                q[rows], keys, values, tables[row], position, window, cap, sinks, accumulator(q.dtype)
             )
             y_KGTE = weight_KGTS @ v_KSE[:, None]
             y_THE[rows] = y_KGTE.flatten(0, 1).transpose(0, 1).to(q.dtype)
@@ -159,6 +163,7 @@ def _weights(
     position: int,
     window: int,
     cap: float,
+    sinks: Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Probabilities (K, G, T, S) and values (K, S, E) of one tile."""
@@ -175,23 +180,27 @@ def _weights(
     hidden_TS = key_S > at_T1
     if window:
         hidden_TS = hidden_TS | (key_S <= at_T1 - window)
-    return torch.softmax(scores.masked_fill(hidden_TS, -torch.inf), -1), v_KSE
+    scores = scores.masked_fill(hidden_TS, -torch.inf)
+    if sinks is None:
+        return torch.softmax(scores, -1), v_KSE
+    sink_KGT1 = sinks.to(dtype).view(kv_heads, -1, 1, 1).expand(*scores.shape[:3], 1)
+    return torch.softmax(torch.cat((scores, sink_KGT1), -1), -1)[..., :-1], v_KSE
 
 
 def exact(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, key_scales: Tensor | None = None,
-    value_scales: Tensor | None = None, *, tile: int = 1, split: int = 0, longest: int = 1, window: int = 0,
-    cap: float = 0.0,
+    value_scales: Tensor | None = None, sinks: Tensor | None = None, *, tile: int = 1, split: int = 0,
+    longest: int = 1, window: int = 0, cap: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """The float64 result, for errors to be measured against."""
     keys, values = decoded_pages(keys, values, key_scales, value_scales, torch.float64)
-    return _each_tile(q, keys, values, tables, tiles, window, cap, lambda weight, value: weight @ value)
+    return _each_tile(q, keys, values, tables, tiles, window, cap, sinks, lambda weight, value: weight @ value)
 
 
 def error_bound(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, key_scales: Tensor | None = None,
-    value_scales: Tensor | None = None, *, tile: int = 1, split: int = 0, longest: int = 1, window: int = 0,
-    cap: float = 0.0,
+    value_scales: Tensor | None = None, sinks: Tensor | None = None, *, tile: int = 1, split: int = 0,
+    longest: int = 1, window: int = 0, cap: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """How far each element of a correct result may be from `exact`: as in `attention.reference.error_bound`."""
     keys, values = decoded_pages(keys, values, key_scales, value_scales, torch.float64)
@@ -203,17 +212,18 @@ def error_bound(
         rounded = CONFIDENCE * own * (weight.square() @ value.square()).sqrt()
         return rounded + 2 * relative * (weight @ value.abs()) + rounding_error(weight @ value, q.dtype)
 
-    return 1.01 * _each_tile(q, keys, values, tables, tiles, window, cap, bound)
+    return 1.01 * _each_tile(q, keys, values, tables, tiles, window, cap, sinks, bound)
 
 
 def _each_tile(
-    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, window: int, cap: float, compute: object
-) -> Tensor:
+    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, window: int, cap: float,
+    sinks: Tensor | None, compute: object,
+) -> Tensor:  # fmt: skip
     made = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
     for row, first, count, position in tiles.tolist():
         if count:
             weight, value = _weights(
-                q[first : first + count], keys, values, tables[row], position, window, cap, torch.float64
+                q[first : first + count], keys, values, tables[row], position, window, cap, sinks, torch.float64
             )
             part = compute(weight, value[:, None])  # type: ignore[operator]
             made[first : first + count] = part.flatten(0, 1).transpose(0, 1)

@@ -20,6 +20,7 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from tilemesh.model.families.family import ANY, Entry, Family
 from tilemesh.model.families.gpt import GPT2, GPT_NEOX
+from tilemesh.model.families.gpt_oss import GPT_OSS
 from tilemesh.model.families.llama import (
     GEMMA2,
     GEMMA3,
@@ -37,14 +38,15 @@ from tilemesh.model.families.llama import (
 
 CONFIG = "config.json"
 QUANTIZATION = "quantization_config"
+MXFP4 = "mxfp4"
 QUANTIZERS = ("compressed-tensors", "tilemesh")
-"""Ways in which matrices of a folder may be compressed (`model/lowbit_files.py`)."""
+"""Ways in which matrices of a folder may be compressed (`model/lowbit_files.py`), and another (`model/mxfp4.py`)."""
 
 FAMILIES: Mapping[str, Family] = {
     "gpt2": GPT2, "llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3, "gemma2": GEMMA2,
     "gemma3_text": GEMMA3, "phi3": PHI3, "gpt_neox": GPT_NEOX, "olmo2": OLMO2, "mixtral": MIXTRAL,
     "qwen3_moe": QWEN3_MOE, "olmoe": OLMOE, "qwen2_moe": QWEN2_MOE, "deepseek_v2": DEEPSEEK_V2,
-    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v3": DEEPSEEK_V3, "gpt_oss": GPT_OSS,
 }  # fmt: skip
 """By config.json's `model_type`. A model that several can express is written as the first of them."""
 
@@ -52,7 +54,6 @@ _UNSERVED: Mapping[str, tuple[str, str]] = {
     "gemma": ("gemma3_text", "norms before the blocks alone, together with its offset norms"),
     "gemma3": ("gemma3_text", "images; save the language model alone"),
     "qwen3_next": ("qwen3", "linear attention and mixture-of-experts layers"),
-    "gpt_oss": ("llama", "mixture-of-experts layers and attention sinks"),
     "llama4": ("llama", "mixture-of-experts layers and images"),
     "mllama": ("llama", "images and cross-attention"),
     "phi": ("phi3", "one LayerNorm for attention and MLP together"),
@@ -118,10 +119,10 @@ def from_json(settings: Mapping[str, Any], source: str = CONFIG) -> ModelConfig:
             raise UsageError(f"{source}: {key} is {shown(settings[key])}: only {value!r} is supported")
     quantized = settings.get(QUANTIZATION)
     if quantized is not None and (
-        not isinstance(quantized, Mapping) or quantized.get("quant_method") not in QUANTIZERS
+        not isinstance(quantized, Mapping) or quantized.get("quant_method") not in (*QUANTIZERS, MXFP4)
     ):
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
-        raise unknown(f"quant_method of {QUANTIZATION} in {source}", method, QUANTIZERS)
+        raise unknown(f"quant_method of {QUANTIZATION} in {source}", method, (*QUANTIZERS, MXFP4))
     allowed = field_ranges(ModelConfig)
     for ours, key in family.sizes.items():
         allowed[ours].check(f"{source}: {key}", settings.get(key), whole=True)

@@ -33,6 +33,8 @@ class Entry:
     ours: tuple[str, ...]
     transposed: bool = False
     heads: int = 0
+    stack: int = 0
+    """Above 0: so many such tensors, one for each expert, under one more dim of theirs."""
     rows: tuple[int, ...] = ()
     """Of one parameter, its rows in their order; empty: as they are."""
 
@@ -56,7 +58,7 @@ class Family:
     """The name of a layer, with {} for its number."""
     modules: Mapping[str, tuple[str, ...]]
     """Their module: ours, in a layer, in the order of computation; several of ours may be one matrix of theirs. With {}
-    for an expert's number."""
+    for an expert's number; in ours alone: those of all experts are one tensor, in which rows of several alternate."""
     read: Callable[[Mapping[str, Any], str], dict[str, Any]]
     """Our fields that take more than a key, from the content of a config.json; its path is for refusals."""
     write: Callable[[ModelConfig], dict[str, Any]]
@@ -89,33 +91,41 @@ class Family:
         last = outside.pop()
         for theirs, ours in outside:
             yield from self._parts(config, theirs, "", (known[ours],))
-        modules = [
-            (theirs.format(expert), tuple(name.format(expert) for name in names))
-            for theirs, names in self.modules.items()
-            for expert in (range(config.experts) if "{}" in theirs else (0,))
-        ]
+        modules = list(self._modules(config.experts))
         for index in range(config.layers):
             inside = {weight.name: weight for weight in layer_weights(config.of_layer(index))}
-            for theirs, names in modules:
+            for theirs, names, stack in modules:
                 weights = tuple(inside[name] for name in names if name in inside)
                 if weights:  # a layer has experts or an MLP
-                    yield from self._parts(config, theirs, f"layers.{index}.", weights, self.layer.format(index))
+                    yield from self._parts(config, theirs, f"layers.{index}.", weights, self.layer.format(index), stack)
         yield from self._parts(config, last[0], "", (known[last[1]],))
         if not config.tied:
             yield Entry(self.head, ("output.weight",))
 
+    def _modules(self, experts: int) -> Iterator[tuple[str, tuple[str, ...], int]]:
+        """Those of a layer with so many experts: theirs, ours, and how many are stacked."""
+        for theirs, names in self.modules.items():
+            each = [tuple(name.format(expert) for name in names) for expert in range(experts)]
+            if "{}" in theirs:
+                yield from ((theirs.format(expert), ours, 0) for expert, ours in enumerate(each))
+            elif "{}" in names[0]:
+                yield theirs, tuple(name for ours in each for name in ours), experts
+            else:
+                yield theirs, names, 0
+
     def _parts(
-        self, config: ModelConfig, theirs: str, ours: str, weights: tuple[Weight, ...], layer: str = ""
+        self, config: ModelConfig, theirs: str, ours: str, weights: tuple[Weight, ...], layer: str = "", stack: int = 0
     ) -> Iterator[Entry]:
         """The weight of a module of theirs, and its bias where it has one."""
         heads = config.heads if theirs in self.by_heads else 0
+        heads = config.mlp_width if len(weights) > stack > 0 else heads
         rows = self.orders(config).get(theirs, ())
         is_offset = config.norm_offset and weights[0].words == "norm"
         for part in ("weight", "bias") if weights[0].bias else ("weight",):
             names = tuple(f"{ours}{weight.name}.{'offset' if is_offset else part}" for weight in weights)
             transposed = part == "weight" and theirs in self.transposed
             name = self.renamed(config).get(f"{theirs}.{part}", f"{theirs}.{part}")
-            yield Entry(f"{self.prefix}{layer}{name}", names, transposed, heads, rows)
+            yield Entry(f"{self.prefix}{layer}{name}", names, transposed, heads, stack, rows)
 
 
 # ---- readers that families share ---------------------------------------------------------------------------------
@@ -148,7 +158,7 @@ SCALINGS: Mapping[str, Mapping[str, str]] = {
     },
     "yarn": {
         "rotary_factor": "factor", "rotary_low": "beta_slow", "rotary_high": "beta_fast", "rotary_trained": _TRAINED,
-        "rotary_gain": "attention_factor",
+        "rotary_gain": "attention_factor", "rotary_rounded": "truncate",
     },
 }  # fmt: skip
 """Their rope_type, which is our rotary_scaling but for default: our fields, and their keys, that it is made of."""
@@ -194,10 +204,8 @@ def _read_rotary(
 
 def _completed_yarn(rotary: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     """With what transformers takes for keys that are left out; two `mscale` are another way to say attention_factor."""
-    if not rotary.get("truncate", True):
-        raise UsageError(f"{where}: truncate is {shown(rotary['truncate'])}: only true can be computed")
     usual = {"beta_slow": 1.0, "beta_fast": 32.0, _TRAINED: settings.get("max_position_embeddings")}
-    completed = {**rotary, **{key: value for key, value in usual.items() if not rotary.get(key)}}
+    completed = {"truncate": True, **rotary, **{key: value for key, value in usual.items() if not rotary.get(key)}}
     numbers: list[Any] = [rotary.get(key) for key in ("factor", "mscale", "mscale_all_dim")]
     if rotary.get("attention_factor") is None:
         completed["attention_factor"] = 0.0
@@ -215,6 +223,8 @@ def rotary_parameters(config: ModelConfig) -> dict[str, Any]:
     scaled = {theirs: getattr(config, ours) for ours, theirs in SCALINGS[kind].items()}
     if not config.rotary_gain:  # left out it means the same to them
         scaled.pop("attention_factor", None)
+    if config.rotary_rounded:
+        scaled.pop("truncate", None)
     return {"rope_type": kind, "rope_theta": config.rotary_base, **scaled}
 
 

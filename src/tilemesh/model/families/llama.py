@@ -32,7 +32,7 @@ _SIZES = {
 }  # fmt: skip
 _ROTARY = {
     "rotary_base": ANY, "rotary_scaling": ANY, "rotary_factor": ANY, "rotary_low": ANY, "rotary_high": ANY,
-    "rotary_trained": ANY, "rotary_gain": ANY,
+    "rotary_trained": ANY, "rotary_gain": ANY, "rotary_rounded": ANY,
 }  # fmt: skip
 _PROJECTIONS = {
     "self_attn.q_proj": ("attention.fc_q",), "self_attn.k_proj": ("attention.fc_k",),
@@ -269,9 +269,12 @@ def _layer_rotary(settings: Mapping[str, Any], source: str) -> Mapping[str, Any]
     scaling = settings.get("rope_scaling") or {}
     if isinstance(scaling, Mapping) and "rope_type" not in scaling and "type" in scaling:
         raise UsageError(f"{source}: rope_scaling has type, which is passed over in this family: call it rope_type")
-    for key, value in (("rope_parameters", rotary.get("sliding_attention") or {}), ("rope_scaling", scaling)):
+    layers = [("rope_parameters", rotary.get(kind) or {}) for kind in LAYER_TYPES]
+    for key, value in (*layers, ("rope_scaling", scaling)):
         if isinstance(value, Mapping) and value.get("partial_rotary_factor", 1.0) != 1.0:
             raise UsageError(f"{source}: {key}: partial_rotary_factor is {value['partial_rotary_factor']}: only 1 is")
+        if isinstance(value, Mapping) and value.get("truncate", True) is not True:
+            raise UsageError(f"{source}: {key}: truncate is {shown(value['truncate'])}, which this family passes over")
     return {**dict.fromkeys(LAYER_TYPES), **rotary}
 
 
@@ -314,7 +317,7 @@ GEMMA2 = dataclasses.replace(
 GEMMA3 = dataclasses.replace(
     LLAMA,
     architecture="Gemma3ForCausalLM",
-    may={**_GEMMA_MAY, "qk_norm": ("head",), "rotary_local_base": ANY},
+    may={**_GEMMA_MAY, "qk_norm": ("head",), "rotary_local_base": ANY, "rotary_rounded": (True,)},
     keys=_GEMMA_KEYS,
     modules={**_BEFORE, **_PROJECTIONS, **_NORMED, **_GEMMA_NORMS},
     expects={**_GEMMA_EXPECTS, "final_logit_softcapping": None, "attn_logit_softcapping": None},
@@ -338,7 +341,7 @@ _MAY_MIX = {"router_renormalized": ANY, "dense_layers": ANY, "dense_width": ANY}
 _EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj")
 
 
-def _read_count(settings: Mapping[str, Any], default: int, source: str) -> dict[str, Any]:
+def read_count(settings: Mapping[str, Any], default: int, source: str) -> dict[str, Any]:
     """How many experts there are: transformers 5 writes num_local_experts where files had num_experts."""
     keys = [key for key in ("num_experts", "num_local_experts") if key in settings]
     counts = [settings[key] for key in keys]
@@ -351,7 +354,7 @@ def _read_count(settings: Mapping[str, Any], default: int, source: str) -> dict[
 
 def _read_mixtral(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
     window = read_window({"sliding_window": None, **settings}, settings["num_hidden_layers"], [], source)
-    return {**read_rotary(settings, source, base=1e6), **window, **_read_count(settings, 8, source)}
+    return {**read_rotary(settings, source, base=1e6), **window, **read_count(settings, 8, source)}
 
 
 def _read_dense(settings: Mapping[str, Any], width: int, source: str) -> dict[str, Any]:
@@ -373,18 +376,18 @@ def _write_dense(config: ModelConfig) -> dict[str, Any]:
 
 def _read_qwen3_moe(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
     dense = _read_dense(settings, 6144, source)
-    return {**_read_qwen3(settings, source), **_read_count(settings, 128, source), **dense}
+    return {**_read_qwen3(settings, source), **read_count(settings, 128, source), **dense}
 
 
 def _read_qwen2_moe(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
     if settings.get("qkv_bias", True) is not True:
         raise UsageError(f"{source}: qkv_bias is {shown(settings['qkv_bias'])}: only true is supported")
     dense = _read_dense(settings, 5632, source)
-    return {**_read_qwen2(settings, source), **_read_count(settings, 60, source), **dense}
+    return {**_read_qwen2(settings, source), **read_count(settings, 60, source), **dense}
 
 
 def _read_olmoe(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
-    return {**read_attention_biases(settings, source), **_read_count(settings, 64, source)}
+    return {**read_attention_biases(settings, source), **read_count(settings, 64, source)}
 
 
 def _write_mixtral(config: ModelConfig) -> dict[str, Any]:

@@ -34,8 +34,10 @@ def explain(programs: Prepared) -> list[str]:
             )
             lines.append(f"    not {name}: {words}")
     if programs.use.trains:
-        if programs.model.config.score_cap:
-            lines.append("  not kernels of attention: scores are soft-capped, by torch's operators one by one")
+        config = programs.model.config
+        if config.score_cap or config.score_sink:
+            cause = "scores are soft-capped" if config.score_cap else "heads have sinks"
+            lines.append(f"  not kernels of attention: {cause}, by torch's operators one by one")
         for name, reason in programs.ends.items():
             lines.append(f"  {f'not {name}: {reason}' if reason else name}")
     return lines

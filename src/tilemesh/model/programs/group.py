@@ -117,6 +117,8 @@ def layer_groups(layer: Layer, one_row: bool = False) -> LayerGroups:
         return LayerGroups(heads, None, heads_apart, EXPERTS)
     if mlp.fc_gate is None:
         return LayerGroups(heads, None, heads_apart, "there is no gate")
+    if mlp.fc_in.activation != "none":
+        return LayerGroups(heads, None, heads_apart, f"there is no kernel for {mlp.fc_gate.activation}")
     gated, gated_apart = group([mlp.fc_gate, mlp.fc_in], one_row)
     return LayerGroups(heads, gated, heads_apart, gated_apart)
 

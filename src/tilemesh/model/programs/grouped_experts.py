@@ -109,6 +109,7 @@ def compute_grouped(block: Experts, rows_ND: Tensor, counts: Tensor, implementat
     else:
         gate_NF = product(rows_ND, [mlp.fc_gate for mlp in mlps if mlp.fc_gate is not None])
         is_silu = first.fc_gate.activation == "silu"
+        h_NF = ACTIVATIONS[first.fc_in.activation](h_NF)
         h_NF = swiglu(gate_NF, h_NF) if is_silu else ACTIVATIONS[first.fc_gate.activation](gate_NF) * h_NF
     return product(h_NF, [mlp.fc_out for mlp in mlps])
 

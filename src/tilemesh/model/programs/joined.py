@@ -58,7 +58,8 @@ class JoinedWeights(LayerProgram):
     def bind(self, seat: ProgramSeat) -> Callable[..., Any]:
         attention = seat.here.attention
         config = attention.config
-        is_plain = config.qk_norm == "none" and config.query_factor == 1 and not config.score_cap
+        is_plain = config.qk_norm == "none" and config.query_factor == 1
+        is_plain = is_plain and not config.score_cap and not config.score_sink
         return partial(_by_kernel if is_plain and attention.implementation != TORCH else _apart, attention)
 
 

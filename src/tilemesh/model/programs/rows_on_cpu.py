@@ -119,6 +119,8 @@ class DecodeOnCpu(RowsOnCpu):
     def why_not(self, seat: ProgramSeat) -> str:
         if reason := super().why_not(seat):
             return reason
+        if seat.model.config.score_sink:
+            return "heads have sinks"
         norms = (seat.here.attention_norm, seat.here.mlp_norm, seat.model.final_norm)
         if len({norm.epsilon for norm in norms if norm is not None}) > 1:
             return "norms differ"

@@ -198,9 +198,10 @@ def _kept_by_experts(model: ModelConfig, task: Task) -> Iterator[Kept]:
             yield Kept("input of the shared expert's gate", "b S D", tokens * width, wide, 1)
 
 
-def caps_in_memory(model: ModelConfig, task: Task) -> bool:
-    """Whether scores are soft-capped by torch's operators, all of them at once; where keys visit ranks, in blocks."""
-    return model.score_cap > 0 and not (task.cp > 1 and task.cp_exchange != "heads")
+def scores_in_memory(model: ModelConfig, task: Task) -> bool:
+    """Whether scores have a soft cap or sinks, by torch's operators, all of them at once; where keys visit ranks, in
+    blocks."""
+    return (model.score_cap > 0 or model.score_sink) and not (task.cp > 1 and task.cp_exchange != "heads")
 
 
 def _kept_by_attention(model: ModelConfig, task: Task) -> Iterator[Kept]:
@@ -212,8 +213,11 @@ def _kept_by_attention(model: ModelConfig, task: Task) -> Iterator[Kept]:
             yield Kept("mask of the scores' dropout", "b heads S S", square, 1, tp, scores=True)
             yield Kept("scores after dropout", "b heads S S", square, size, tp, scores=True)
         return
-    if caps_in_memory(model, task):
-        yield Kept("scores after their cap, and their softmax", "2 b heads S S", 2 * square, task.wide, tp, scores=True)
+    if scores_in_memory(model, task):
+        if model.score_cap:
+            yield Kept("scores after their cap", "b heads S S", square, task.wide, tp, scores=True)
+        columns = square // task.keys * (task.keys + model.score_sink)
+        yield Kept("softmax of the scores", "b heads S S", columns, task.wide, tp, scores=True)
         if size < task.wide:
             yield Kept("softmax of the scores, as narrow as values", "b heads S S", square, size, tp, scores=True)
         yield Kept("mask of the scores", "S S", task.queries * task.keys, 1, 1, scores=True)
@@ -239,7 +243,7 @@ def _kept_by_the_compiler(model: ModelConfig, task: Task) -> Iterator[Kept]:
     if joins_qkv(model, task) and model.qk_norm == "none" and model.query_factor != 1:
         # Keys and values are parts of one product, which stays whole beside the queries made of it.
         yield Kept("queries before they are scaled", "b S Q", own, task.size, task.tp)
-    if model.positions == "rotary" and not caps_in_memory(model, task):
+    if model.positions == "rotary" and not scores_in_memory(model, task):
         # Attention's result is laid out as the queries are, which turning has put head by head.
         yield Kept("result of attention, before its heads are joined", "b S Q", own, task.size, task.tp)
 
@@ -248,7 +252,7 @@ def _kept_by_torch(model: ModelConfig, task: Task, entering: int) -> Iterator[Ke
     """What torch's own operators keep beyond that, each operation for itself. `entering`: how many ranks share what
     enters attention and MLP."""
     whole, own, _, hidden = _elements(model, task)
-    if model.positions == "rotary" and not caps_in_memory(model, task):
+    if model.positions == "rotary" and not scores_in_memory(model, task):
         # Attention's result is laid out as turned queries are, and joining its heads copies.
         yield Kept("result of attention, before its heads are joined", "b S Q", own, task.size, task.tp)
     if task.stream != task.size:
@@ -259,6 +263,9 @@ def _kept_by_torch(model: ModelConfig, task: Task, entering: int) -> Iterator[Ke
         )
     if model.activation in GATED:
         yield Kept("gate after its activation", "b S F", hidden, task.size, task.tp)
+    if model.activation == "swiglu-clipped":
+        words = "clipped gate, its sigmoid, and what it opens"
+        yield Kept(words, "3 b S F", 3 * hidden, task.size, task.tp)
 
 
 _ROWS = "rows in the order of their experts"

@@ -211,7 +211,7 @@ def _attention(model: ModelConfig, task: Task) -> tuple[tuple[Operation, ...], t
     queries, keys, d, size = task.queries, task.keys, model.head_width, task.size
     if task.attention == "fused" and task.cp > 1 and task.cp_exchange != "heads" and not task.gpu:
         return _attention_in_blocks(model, task)
-    if task.attention == "fused" and not model.score_cap:
+    if task.attention == "fused" and not model.score_cap and not model.score_sink:
         own = (task.sequences, model.heads // task.tp, max(1, model.kv_heads // task.tp))
         forward = FusedAttention("fused attention", *own, queries, keys, d, task.dtype)
         return (forward,), (forward._replace(backward=True),)
@@ -220,6 +220,8 @@ def _attention(model: ModelConfig, task: Task) -> tuple[tuple[Operation, ...], t
     drop = (MemoryPass("dropout of scores", 2 * square * size + square),) if model.dropout else ()
     if model.score_cap:  # divided, tanh, multiplied, masked; no dropout of scores here
         drop = (MemoryPass("soft cap of scores", 8 * square * task.wide),)
+    elif model.score_sink:  # masked, laid beside sinks, taken apart again
+        drop = (MemoryPass("sinks beside scores", 6 * square * task.wide),)
     products = (
         Product("scores", heads, queries, keys, d, task.dtype),
         Product("values", heads, queries, d, keys, task.dtype),
@@ -344,9 +346,11 @@ def model_flops(model: ModelConfig, sequences: int, context: int) -> int:
 def published_flops(model: ModelConfig, context: int) -> float:
     """Of training, per token, as tables of others count: 6 N + 6 layers x heads x width x context, where N is what a
     token passes of the layers' matrices and the output projection (no embedding, no router), and half of the scores'
-    square is masked."""
+    square is masked, or all that lies behind a window."""
     forward = forward_flops(model, 1, context)
-    return 3 * (forward.total - forward.scores / 2) / context
+    widths = [min(model.window_of(layer) or context, context) / context for layer in range(model.layers)]
+    seen = sum(width - width * width / 2 for width in widths) / model.layers
+    return 3 * (forward.total - forward.scores * (1 - seen)) / context
 
 
 def recomputed_flops(model: ModelConfig, sequences: int, context: int, recompute: str, share: float = 1.0) -> int:

@@ -20,6 +20,9 @@ from tilemesh.core.step.book import is_listed
 from tilemesh.model.config import ModelConfig
 
 WeightSplit = Literal["column", "row", "vocabulary", "whole"]
+_VECTOR = "vector"
+_ONE_DIM = ("norm", _VECTOR)
+"""Words of what is no matrix."""
 
 
 class Weight(NamedTuple):
@@ -98,6 +101,7 @@ def layer_weights(model: ModelConfig) -> tuple[Weight, ...]:
         *_keys_and_values(model),
         Weight("attention.fc_o", "output projection", D, model.heads * model.value_head_width, "row", output),
         *_head_norms(model),
+        *((Weight("attention.sinks", _VECTOR, model.heads, 1, "column", False, units=model.heads),) * model.score_sink),
         *((_norm(model, "attention_out_norm"),) if is_sandwich else ()),
         _norm(model, "mlp_norm"),
         *_mlp(model),
@@ -135,8 +139,9 @@ def _mlp(model: ModelConfig) -> tuple[Weight, ...]:
     experts = [weight for index in range(model.experts) for weight in _one_mlp(model, f"mlp.experts.{index}.", index)]
     shared = _one_mlp(model, "mlp.shared.", width=model.shared_width) if model.shared_width else ()
     gate = (Weight("mlp.shared_gate", "gate of the shared expert", 1, model.width, "whole", False),)
-    router = Weight("mlp.router", "router", model.experts, model.width, "whole", model.router_bias)
-    return router, *experts, *shared, *(gate if model.shared_gate else ())
+    router = Weight("mlp.router", "router", model.experts, model.width, "whole", model.router_bias is True)
+    shift = (Weight("mlp.router.shift", _VECTOR, model.experts, 1, "whole", False),) * (model.router_bias == "scores")
+    return router, *shift, *experts, *shared, *(gate if model.shared_gate else ())
 
 
 def _one_mlp(model: ModelConfig, prefix: str, expert: int = 0, width: int = 0) -> tuple[Weight, ...]:
@@ -152,7 +157,7 @@ def _one_mlp(model: ModelConfig, prefix: str, expert: int = 0, width: int = 0) -
 @functools.lru_cache(maxsize=64)
 def layer_matrices(model: ModelConfig) -> tuple[Weight, ...]:
     """Of these, what ranks of tp share: all but norms and routers."""
-    return tuple(weight for weight in layer_weights(model) if weight.split != "whole" and weight.words != "norm")
+    return tuple(weight for weight in layer_weights(model) if weight.split != "whole" and weight.words not in _ONE_DIM)
 
 
 def active_matrices(model: ModelConfig) -> tuple[Weight, ...]:
@@ -220,7 +225,7 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for prefix, weight in (*before, *layers, *after):
         name, is_norm = f"{prefix}{weight.name}", weight.words == "norm"
-        shape = (weight.outputs,) if is_norm else (weight.outputs, weight.inputs)
+        shape = (weight.outputs,) if weight.words in _ONE_DIM else (weight.outputs, weight.inputs)
         shapes[f"{name}.{'offset' if is_norm and model.norm_offset else 'weight'}"] = shape
         if weight.bias:
             shapes[f"{name}.bias"] = (weight.outputs,)
@@ -372,8 +377,6 @@ def why_not_tp(model: ModelConfig, tp: int) -> str | None:
             return f"tp is {tp}: the MLP's width {width} is not divisible by it"
     if model.kv_heads % tp and tp % model.kv_heads:
         return f"tp is {tp}: {model.kv_heads} kv_heads can neither be split nor repeated evenly over it"
-    if tp > 1 and model.experts and model.has_biases("mlp"):
-        return f"tp is {tp}: experts' outputs are summed over ranks, and each would add their biases"
     if model.vocabulary < tp:
         return f"tp is {tp}: a vocabulary of {model.vocabulary} gives some ranks no row of the table"
     return None

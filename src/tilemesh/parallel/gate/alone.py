@@ -24,7 +24,7 @@ from tilemesh.kernels.lowbit.formats import parse_scheme
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.dropout import DropoutPlace, fold_seed
 from tilemesh.model.eight_bits import EightBits
-from tilemesh.model.experts import EXCESS_SIZE
+from tilemesh.model.experts import EXCESS_SIZE, Router
 from tilemesh.model.kinds import Adapted, Masked, Rounded, few_bits, projections, put
 from tilemesh.model.linear import ACTIVATIONS, Linear, as_kind
 from tilemesh.model.loss import IGNORED, loss_sum
@@ -65,7 +65,7 @@ def start(config: ModelConfig, precision: Precision) -> dict[str, Tensor]:
             # Of two pairs one each is above 0 for every token, so where there are two the last expert is never picked.
             value[1:busy:2] = -value[0 : busy // 2 * 2 : 2]
             value[-1] *= 1e-3
-        if name.endswith("router.bias"):
+        if name.endswith(("router.bias", "router.shift.weight")):
             value[-1] = -2  # nor here
     return state
 
@@ -201,21 +201,21 @@ def papers_loss(
 
 def step_loss(model: Transformer, targets_BT: Tensor, run: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
     """The summed loss of the logits that `run` gives, with those of the routers that it passes, and how many count."""
-    entered: list[tuple[Tensor, Tensor, Tensor | None]] = []
+    entered: list[tuple[Tensor, Router]] = []
     hooks = [
-        module.register_forward_hook(
-            lambda module, args, routing: entered.append((args[0], module.weight, module.bias))
-        )
+        module.register_forward_hook(lambda module, args, routing: entered.append((args[0], module)))
         for name, module in model.named_modules()
         if name.endswith(".router")
     ]
     total, count = loss_sum(run(), targets_BT)
     for hook in hooks:
         hook.remove()
-    for x_ND, weight_XD, bias_X in entered:
+    for x_ND, router in entered:
         wide = torch.promote_types(x_ND.dtype, torch.float32)
-        scores_BTX = (x_ND.to(wide) @ weight_XD.to(wide).T).view(*targets_BT.shape, -1)
-        total = total + papers.router_loss(model.config, scores_BTX, targets_BT, IGNORED, bias_X)
+        scores_NX = x_ND.to(wide) @ router.weight.to(wide).T
+        scores_NX = scores_NX if router.shift is None else scores_NX + router.shift.weight.to(wide)
+        scores_BTX = scores_NX.view(*targets_BT.shape, -1)
+        total = total + papers.router_loss(model.config, scores_BTX, targets_BT, IGNORED, router.bias)
     return total, count
 
 

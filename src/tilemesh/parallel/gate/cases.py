@@ -38,32 +38,33 @@ _ROTARY: dict[str, Any] = {"norm": "rmsnorm", "positions": "rotary", "tied": Fal
 
 # Between them: both norms, all places that tp can split, both positions, all MLPs, with and without biases, tied and
 # not, one, some and all kv heads (fewer than ranks and not), a vocabulary that divides and ones that do not; norms of
-# queries and keys, windows, soft caps, parts of heads that are rotated, attention and MLP added at once, experts, as
-# many of them as ranks can share out.
+# queries and keys, windows, soft caps, sinks, parts of heads that are rotated, attention and MLP added at once,
+# experts, as many of them as ranks can share out.
 MODELS: Mapping[str, ModelConfig] = {
     "gpt": ModelConfig(**_SMALL, vocabulary=61),
     "llama": ModelConfig(**_SMALL, **_ROTARY, vocabulary=64, kv_heads=2, activation="swiglu", biases=False),
     "post": ModelConfig(**_SMALL, vocabulary=37, kv_heads=4, norm_place="post", activation="relu", score_cap=2.0),
     "query": ModelConfig(
-        **_SMALL, **_ROTARY, vocabulary=50, kv_heads=1, norm_place="post", score_cap=1.5, logit_cap=2.0
+        **_SMALL, **_ROTARY, vocabulary=50, kv_heads=1, norm_place="post", score_cap=1.5, logit_cap=2.0,
+        score_sink=True,
     ),
     "gemma": ModelConfig(
         **_SMALL, **_ROTARY, vocabulary=64, kv_heads=2, activation="geglu", biases="qkv", head_width=6, qk_norm="head",
         norm_place="sandwich", norm_offset=True, scaled_embedding=True, window=4, full_layers=(1,), score_width=5,
-        rotary_local_base=100.0,
+        rotary_local_base=100.0, score_sink=True,
     ),
     "neox": ModelConfig(
         **_SMALL, vocabulary=53, positions="rotary", rotary_fraction=0.5, parallel_residual=True, biases="mlp",
-        activation="gelu-erf",
+        activation="gelu-erf", score_sink=True,
     ),
     "experts": ModelConfig(
         **_SMALL, **_ROTARY, vocabulary=64, activation="swiglu", biases=False, experts=5, experts_per_token=2,
         balance_loss=0.3, router_z_loss=0.1, shared_width=24, shared_gate=True, dense_layers=(1,), dense_width=40,
         head_width=6, rotary_fraction=2 / 3, latent_width=7, value_width=5, score_gain=1.3,
-        query_latent_width=9,
+        query_latent_width=9, router_bias="scores",
     ),
     "spread": ModelConfig(
-        **_SMALL, **_ROTARY, vocabulary=64, kv_heads=2, activation="swiglu", biases=False, experts=8,
+        **_SMALL, **_ROTARY, vocabulary=64, kv_heads=2, activation="swiglu-clipped", biases=True, experts=8,
         experts_per_token=2, balance_loss=0.2, router_renormalized=False, qk_norm="full", router_scores="sigmoid",
         router_bias=True, router_groups=4, router_groups_per_token=2, router_scale=1.5,
     ),
@@ -124,6 +125,11 @@ PAPERS: Mapping[str, ModelConfig] = {
         router_groups_per_token=2, router_scale=1.5, balance_loss=0.4, family="deepseek_v3",
     ),
     "dropped": ModelConfig(**_LLAMA, experts=4, shared_width=12, expert_capacity=0.9),
+    "gpt_oss": ModelConfig(
+        **{**_LLAMA, "activation": "swiglu-clipped", "biases": True}, experts=4, score_sink=True, router_bias="scores",
+        window=3, full_layers=(1,), rotary_scaling="yarn", rotary_rounded=False, balance_loss=0.2, **_WAVES,
+        family="gpt_oss",
+    ),
     "olmoe": ModelConfig(**_LLAMA, experts=3, experts_per_token=1, qk_norm="full", family="olmoe"),
     "neox": ModelConfig(**_PLAIN, positions="rotary", biases="mlp", activation="relu", family="gpt_neox"),
     "post": ModelConfig(**{**_PLAIN, "kv_heads": 1}, norm_place="post", scaled_embedding=True, qk_norm="full"),

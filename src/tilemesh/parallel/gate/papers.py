@@ -12,6 +12,7 @@ as complex numbers, frequencies one by one. Slow, plain, and float64. Weights co
     windows                             Beltagy et al. 2020 (2004.05150), Jiang et al. 2023 (2310.06825)
     blocks added at once                Black et al. 2022 (2204.06745)
     experts                             Shazeer et al. 2017 (1701.06538), Jiang et al. 2024 (2401.04088)
+    sinks, clipped gates                gpt-oss (2508.10925) and its published code, gpt_oss/torch/model.py
     sigmoid, groups, bias of experts    DeepSeek-V3 (2412.19437), 12 to 16 and its published code
     experts that take so many           Fedus et al. 2021 (2101.03961), equation 3; by sequence, earlier tokens first
     losses of routers                   Zoph et al. 2022 (2202.08906), equation 5; DeepSeek-V3 (2412.19437), 17 to 20
@@ -96,7 +97,7 @@ def _layer(config: ModelConfig, weights: Weights, number: int, x: Tensor, sites:
     def mlp(value: Tensor) -> Tensor:
         is_routed = config.experts and number not in config.dense_layers
         if is_routed:
-            sites[prefix + "mlp.router"] = torch.einsum("ei,bti->bte", weights[prefix + "mlp.router.weight"], value)
+            sites[prefix + "mlp.router"] = _router_scores(weights, prefix + "mlp.router", value)
         sites[prefix + "mlp"] = (_experts if is_routed else _mlp)(config, weights, prefix + "mlp.", value)
         return sites[prefix + "mlp"]
 
@@ -172,8 +173,12 @@ def _attention(config: ModelConfig, weights: Weights, number: int, x: Tensor) ->
         if c := config.score_cap:
             scores = c * (1 - torch.exp(-2 * scores / c)) / (1 + torch.exp(-2 * scores / c))
         scores = torch.where(may_see.to(scores.device), scores, torch.full_like(scores, -math.inf))
-        powers = torch.exp(scores - scores.max(-1, keepdim=True).values.detach())
-        heads.append(torch.einsum("bqk,bke->bqe", powers / powers.sum(-1, keepdim=True), values))
+        largest = scores.max(-1, keepdim=True).values.detach()
+        powers = torch.exp(scores - largest)
+        total = powers.sum(-1, keepdim=True)
+        if config.score_sink:
+            total = total + torch.exp(weights[f"{prefix}sinks.weight"][head] - largest)
+        heads.append(torch.einsum("bqk,bke->bqe", powers / total, values))
     return _project(weights, prefix + "fc_o", torch.cat(heads, -1))
 
 
@@ -205,7 +210,9 @@ def _frequencies(config: ModelConfig, size: int, is_local: bool) -> list[float]:
         case "yarn":
             place = [math.log(config.rotary_trained / turns / 2 / math.pi, config.rotary_base) * size / 2
                      for turns in (config.rotary_high, config.rotary_low)]  # fmt: skip
-            begin, end = max(0, math.floor(place[0])), min(math.ceil(place[1]), size - 1)
+            if config.rotary_rounded:
+                place = [math.floor(place[0]), math.ceil(place[1])]
+            begin, end = max(0, place[0]), min(place[1], size - 1)
             parts = [min(1.0, max(0.0, (i - begin) / (end - begin))) for i in range(size // 2)]
             return [f * (1 - p) + f / config.rotary_factor * p for f, p in zip(frequencies, parts, strict=True)]
     return frequencies
@@ -220,6 +227,11 @@ def _by_wave(config: ModelConfig, frequency: float) -> float:
         return frequency / factor
     smooth = (config.rotary_trained / wave - config.rotary_low) / (config.rotary_high - config.rotary_low)
     return (1 - smooth) * frequency / factor + smooth * frequency
+
+
+def _router_scores(weights: Weights, name: str, x: Tensor) -> Tensor:
+    scores = torch.einsum("ei,bti->bte", weights[f"{name}.weight"], x)
+    return scores + weights[f"{name}.shift.weight"] if f"{name}.shift.weight" in weights else scores
 
 
 def _affinity(config: ModelConfig, scores: Tensor) -> Tensor:
@@ -245,7 +257,7 @@ def _picked(config: ModelConfig, powers: Tensor, bias: Tensor | None) -> Tensor:
 def _experts(config: ModelConfig, weights: Weights, prefix: str, x: Tensor) -> Tensor:
     """Σ p_e MLP_e(x) over the experts of largest p = softmax(W x); all of them compute, and the others count 0. Or p is
     the sigmoid, and a bias has a say in which are largest."""
-    powers = _affinity(config, torch.einsum("ei,bti->bte", weights[f"{prefix}router.weight"], x))
+    powers = _affinity(config, _router_scores(weights, f"{prefix}router", x))
     p = powers if config.router_scores == "sigmoid" else powers / powers.sum(-1, keepdim=True)
     picked = _picked(config, powers, weights.get(f"{prefix}router.bias"))
     p = torch.where(picked, p, torch.zeros_like(p))
@@ -277,6 +289,10 @@ def _mlp(config: ModelConfig, weights: Weights, prefix: str, x: Tensor) -> Tenso
         case "swiglu":
             gate = _project(weights, prefix + "fc_gate", x)
             hidden = hidden * gate / (1 + torch.exp(-gate))
+        case "swiglu-clipped":
+            gate = torch.minimum(_project(weights, prefix + "fc_gate", x), x.new_tensor(7.0))
+            hidden = torch.maximum(torch.minimum(hidden, x.new_tensor(7.0)), x.new_tensor(-7.0))
+            hidden = (hidden + 1) * gate / (1 + torch.exp(-1.702 * gate))
         case "geglu":
             hidden = hidden * _gelu(_project(weights, prefix + "fc_gate", x))
         case "relu":

@@ -186,7 +186,9 @@ def _gradients(laid: Laid, gradients: Bucketed) -> Iterator[str]:
 def _partial_axes(laid: Laid, name: str, mine: Shard, rows: Set[str]) -> set[str]:
     """Axes along which a gradient is P: those of the batch, and tp where ranks go on by themselves or cut tokens."""
     module, _, last = name.rpartition(".")
-    is_after = module in rows and last == "bias"  # added where partial results have become one
+    outer = _hook(_above(laid, module), ExitHook)
+    is_summed_later = outer is not None and outer.leave is not None
+    is_after = module in rows and last == "bias" and not is_summed_later  # added where results have become one
     is_inside = _hook(_above(laid, module), EntryHook) is not None and not is_after
     is_partial = is_inside or _cut_dim(mine) is not None or laid.plan.sequence_parallel
     return {*BATCH, "tp"} if is_partial else {*BATCH}

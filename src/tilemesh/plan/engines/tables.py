@@ -19,6 +19,7 @@ Row, Cannot, Note = EngineOption, EngineRefusal, EngineNote
 _UNEXPRESSED = {
     "norm_place": "pre", "parallel_residual": False, "window": 0, "score_width": 0, "norm_offset": False,
     "scaled_embedding": False, "experts": 0, "rotary_local_base": 0.0, "score_cap": 0.0, "logit_cap": 0.0,
+    "score_sink": False,
 }  # fmt: skip
 """Fields of a model that the tables below have no option for, and the values without which it is another model."""
 
