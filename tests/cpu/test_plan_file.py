@@ -88,6 +88,9 @@ def test_a_serving_plan_sets_what_no_flag_does(files: Path) -> None:
     assert served.mesh == f"tp={plan.layout.tp}" * (plan.layout.tp > 1) + f"dp={plan.layout.dp}" * (plan.layout.dp > 1)
     assert (served.dtype, served.running) == ("fp64", plan.sections["serve"]["running"])
     assert served.running != ServeOptions(source="x").running
+    text = Path(plan.source).read_text()
+    (files / "shared.toml").write_text(text.replace("dp = 1\ntp = 2\n", "dp = 4\nep = 2\ntp = 1\n"))
+    assert serve_planned(replace(options, plan=str(files / "shared.toml"))).mesh == "dp=4,ep=2"
     with pytest.raises(UsageError, match="--mesh and --plan both say"):
         serve_planned(replace(options, mesh="dp=2"))
 

@@ -57,7 +57,7 @@ def test_in_a_pipe_everything_fits_100_columns(arguments: list[str], monkeypatch
     monkeypatch.delenv("COLUMNS", raising=False)
     lines = invoke(arguments, catch_exceptions=False).stdout.splitlines()
     assert len(lines) > 10
-    assert max(map(len, lines)) <= 100
+    assert max(len(line) for line in lines if not line.startswith("next: ")) <= 100  # a command is not broken
 
 
 def test_json_has_every_figure_by_name() -> None:

@@ -49,7 +49,8 @@ def serve_planned(options: Any) -> Any:
     plan = read_plan(options.plan, SERVE)
     if Path(options.source).exists():  # else the engine says what is missing
         check_planned(plan, load_model(options.source, ()))
-    mesh = ",".join(f"{axis}={size}" for axis, size in plan.layout.axes.items() if size > 1)
+    sizes = plan.layout.axes | {"ep": plan.layout.ep}
+    mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
     return replace(_engine_planned(options, plan), mesh=mesh or None)
 
 
