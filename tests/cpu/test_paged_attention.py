@@ -123,7 +123,7 @@ def test_a_cpus_own_function_for_decoding_is_within_the_bound(
         pytest.skip("no C compiler here")
     sequences = tuple((before, 1) for before in (0, 1, 2, 6, 7, 8, 63, 130))
     q, keys, values, tables, tiles = make(sequences, kv_heads, group, width, torch.float32, 1)
-    assert cpu.serves_pages(q, torch.stack((keys, values)))
+    assert cpu.serves_pages(torch.stack((keys, values)))
     sinks = None if width % 16 else torch.linspace(-1, 4, q.shape[1])
     options = {"longest": 131, "window": window, "cap": cap, "sinks": sinks}
     given = (q, keys, values, tables, tiles)

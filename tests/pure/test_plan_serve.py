@@ -158,6 +158,15 @@ def test_wrong_use_is_one_line(words: str, reason: str, capsys: pytest.CaptureFi
     assert said.count("\n") == 1
 
 
+def test_a_cpu_that_widens_bfloat16_reads_half_and_computes_as_much() -> None:
+    clocks = {dtype: StepClock(preset("tinyllama-1.1b"), parse_cluster("1xcpu"), dtype) for dtype in ("fp32", "bf16")}
+    one, many = [SequencePart(1, 500, 1)], [SequencePart(512, 512, 1)]
+    # One token reads weights, of which half the bytes are half the time; a prompt computes.
+    assert clocks["bf16"].limit(one) == pytest.approx(clocks["fp32"].limit(one) / 2)
+    assert clocks["bf16"].limit(many) == clocks["fp32"].limit(many)
+    assert clocks["bf16"].seconds(one).dense == pytest.approx(clocks["fp32"].seconds(one).dense / 2, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("model", "cluster", "tp", "prompt", "output", "batch", "step_tokens"),
     [

@@ -18,12 +18,16 @@ _FAST = ("-O3", "-fno-math-errno", "-fno-trapping-math", NATIVE, "-fopenmp")
 _SHARED = Path(__file__).with_name("exponential.h")
 
 
-def c_functions(name: str, sources: Sequence[Path], arguments: Mapping[str, Sequence[type]]) -> ctypes.CDLL | None:
-    """The functions of these files, each with the types of its arguments; None without Linux and a C compiler."""
-    if platform.system() != "Linux":
+def c_functions(
+    name: str, sources: Sequence[Path], arguments: Mapping[str, Sequence[type]], stored: object = "float32"
+) -> ctypes.CDLL | None:
+    """The functions of these files, each with the types of its arguments; None without Linux and a C compiler.
+    `stored`: the dtype of weights, keys and values, float32 or bfloat16; there are none for another."""
+    dtype = str(stored).removeprefix("torch.")
+    if platform.system() != "Linux" or dtype not in ("float32", "bfloat16"):
         return None
     try:
-        text = "".join(path.read_text() for path in (_SHARED, *sources))
+        text = f"#define STORED_{dtype.upper()}\n" + "".join(path.read_text() for path in (_SHARED, *sources))
         built = build_library(name, text, _FAST, ("-lm",))
         for path in loaded_openmp():
             ctypes.CDLL(path, mode=os.RTLD_GLOBAL)

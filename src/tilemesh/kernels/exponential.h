@@ -13,6 +13,27 @@
 
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
+/* Weights, keys and values as they are stored: float, or the upper 16 bits of one (bfloat16). All else is float. */
+#ifdef STORED_BFLOAT16
+typedef uint16_t stored;
+
+static inline float wide(stored x) {
+    union { uint32_t i; float f; } upper = {.i = (uint32_t)x << 16};
+    return upper.f;
+}
+
+/* The nearest one, of two that are as near the even one; NaN stays NaN. */
+static inline stored narrow(float x) {
+    union { float f; uint32_t i; } bits = {.f = x};
+    return x == x ? (bits.i + 0x7fff + (bits.i >> 16 & 1)) >> 16 : bits.i >> 16 | 0x40;
+}
+#else
+typedef float stored;
+
+static inline float wide(stored x) { return x; }
+static inline stored narrow(float x) { return x; }
+#endif
+
 /* e^x for x <= 0 to about two units in the last place, by operations that vectorise; below -87 it is 0. */
 static inline float power(float x) {
     const float clipped = x < -87.0f ? -87.0f : x;

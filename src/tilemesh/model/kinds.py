@@ -146,6 +146,10 @@ class FewBits(MatrixKind):
         """Codes, scales and zero points, as kernels take them."""
         return layer.codes, layer.scales, _zeros(layer)
 
+    @property
+    def widens(self) -> bool:
+        return True
+
     def stacked(self) -> MatrixKind | None:
         is_apart = self.scheme.granularity == "tensor" or self.static or not self.packed
         return None if is_apart else dataclasses.replace(self, settled=True)

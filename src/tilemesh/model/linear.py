@@ -125,6 +125,11 @@ class MatrixKind:
         return self
 
     @property
+    def widens(self) -> bool:
+        """Whether a few rows of activations may be float32 where the model is of another dtype."""
+        return False
+
+    @property
     def knows_rows(self) -> bool:
         """Whether it must see all tokens of a pass, in their order, and takes them in blocks by itself."""
         return False

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tilemesh.core.c_library import host_cpu
 from tilemesh.kernels.few_linear.cost import MOST_ROWS
 from tilemesh.kernels.few_linear.cpu import few_product, library
 from tilemesh.model.kinds import Adapted
@@ -129,10 +130,17 @@ class FewRows(DenseMatrix):
 
     def affine(self, layer: WeightHolder, x: Tensor, bias: Tensor | None) -> Tensor:
         weight = layer.weight
-        is_float = x.dtype == weight.dtype == torch.float32 and x.device == weight.device == _CPU
-        if not is_float or x.requires_grad or not 0 < x.numel() <= MOST_ROWS * x.shape[-1]:
-            return functional.linear(x, weight, bias)
-        return few_product(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
+        has_function = x.device == weight.device == _CPU and library(weight.dtype) is not None
+        if not has_function or x.requires_grad or not 0 < x.numel() <= MOST_ROWS * x.shape[-1]:
+            dtype = weight.dtype if multiplies_bfloat16() else torch.float32
+            bias = None if bias is None else bias.to(dtype)
+            return functional.linear(x.to(dtype), weight.to(dtype), bias).to(x.dtype)
+        y_RN = few_product(x.reshape(-1, x.shape[-1]).float(), weight, bias)
+        return y_RN.view(*x.shape[:-1], len(weight)).to(x.dtype)
+
+    @property
+    def widens(self) -> bool:
+        return True
 
     def stacked(self) -> MatrixKind | None:
         return self
@@ -141,10 +149,16 @@ class FewRows(DenseMatrix):
 FEW_ROWS = FewRows()
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU has instructions for it. Without, a weight is better widened for each product of many rows."""
+    return "bf16" in host_cpu()
+
+
 def multiplies_few(dtype: torch.dtype) -> bool:
-    """Whether there is this product here. On arm64 oneDNN's, of weights that were laid out once, is as quick."""
+    """Whether there is this product here. On arm64 oneDNN's, of weights that were laid out once, is as quick where it
+    knows the dtype."""
     on_arm = platform.machine() in ("aarch64", "arm64")
-    return dtype == torch.float32 and not on_arm and library() is not None
+    return library(dtype) is not None and not (on_arm and packs(dtype))
 
 
 def _packed(weight: Tensor, parts: tuple[Tensor, ...]) -> DenseMatrix:

@@ -67,7 +67,10 @@ class StepClock:
         self.model, self.cluster, self.dtype, self.tp, self.ep = model, cluster, dtype, tp, ep
         self.gpu = cluster.device.kind == "gpu"
         self.code: Code = "fused" if self.gpu else "eager"
-        speed = speed_of(cluster.device, dtype, rates, self.code)
+        peaks = cluster.device.peak_flops_per_s
+        # A CPU widens what is stored in 16 bits and computes in float32, unless its products of 16 bits are faster.
+        self._computed = dtype if self.gpu else max((dtype, "fp32"), key=lambda name: peaks.get(name, 0.0))
+        speed = speed_of(cluster.device, self._computed, rates, self.code)
         # Launches are counted apart: a graph's kernels follow each other, and nothing of them is in training's figure.
         self._eager_launch_s = (rates and rates.launch_s) or cluster.device.launch_s
         self._speed = replace(speed, launch_s=0.0)
@@ -116,7 +119,8 @@ class StepClock:
     def limit(self, parts: Sequence[SequencePart]) -> float:
         """The least time: weights, keys and values once through memory, or the FLOPs at the peak."""
         tokens = sum(part.queries for part in parts)
-        return limit_s(least_cost(self.model, parts, self._task(tokens)), self._ceiling)
+        cost = least_cost(self.model, parts, self._task(tokens))
+        return limit_s(cost if self.gpu else replace(cost, dtype=self._computed), self._ceiling)
 
     def _task(self, tokens: int) -> Task:
         return serving_task(tokens, self.dtype, self.tp, self.code, self.gpu, self.ep)

@@ -2,7 +2,7 @@
 
 The one idea: the pool of a layer is one tensor of places, a page being `page_tokens` of them in a row. New keys and
 values are written to their places. On a GPU our kernel then reads the pages where they lie, and so does a CPU's for
-sequences that decode in float32. Otherwise, in plain torch, the pages of a group of sequences are gathered into one
+float32 and bfloat16. Otherwise, in plain torch, the pages of a group of sequences are gathered into one
 padded tensor: that reads and writes every byte once more (docs/serve/LOG.md).
 In 8 bits, keys and values are codes with a scale for each token and head; torch's path decodes what it gathers.
 
@@ -140,8 +140,8 @@ class PagedKeyValues:
 
     def joins(self, dtype: torch.dtype) -> bool:
         """Whether there is `attend_joined`, for what one product of query, key and value gives."""
-        in_c = dtype == torch.float32 and not self.invariant and not self.code and library() is not None
-        return self.by_kernel or (self.device.type == "cpu" and in_c)
+        in_c = self.device.type == "cpu" and not self.invariant and not self.code
+        return self.by_kernel or (in_c and library(dtype) is not None)
 
     def decoding(self, layer: int, dtype: torch.dtype, kv_heads: int, width: int, window: int) -> DecodingPages | None:
         """Of a pass in which every sequence decodes one token and nothing is padded; None: it is another."""
@@ -187,7 +187,7 @@ class PagedKeyValues:
         tables = None if rotary is None else (rotary[0][0, :, 0], rotary[1][0, :, 0])
         if batch.layout is None:
             q_THE = turn_and_store(qkv_BTF[0], tables, batch.places_T, stored.held[0], stored.held[1], heads)
-            return self._attend_groups(batch, q_THE, stored, window, scores)[None]
+            return self._attend_groups(batch, q_THE, stored, window, scores).to(qkv_BTF.dtype)[None]
         q_THE = store_pages(
             qkv_BTF, tables, batch.places_T, *stored.held, heads=heads, scales=scales, dtype=wanted,
             implementation=self.implementation,
@@ -240,7 +240,7 @@ class PagedKeyValues:
         for group in batch.groups:
             rows = slice(group.begin, group.begin + group.rows * group.tokens)
             q_RTHE = q_THE[rows].view(group.rows, group.tokens, *q_THE.shape[1:])
-            if not self.invariant and not self.code and serves_pages(q_RTHE, stored.held):
+            if not self.invariant and not self.code and serves_pages(stored.held):
                 (keys, values), positions_T = stored.held, batch.positions_1T[0, rows]
                 if group.tokens == 1:
                     y_THE[rows] = attend_decoding(

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from tilemesh.kernels.launch.gpu import launches_early
-from tilemesh.kernels.paged_attention.cpu import library
 from tilemesh.kernels.row_linear.cost import GATES
 from tilemesh.kernels.row_linear.reference import row_linear
 from tilemesh.model.experts import Experts
@@ -120,7 +119,7 @@ class Runner:
             return  # they are chosen already
         if self.device.type == "cpu" and (self._can_pack() if packed is None else packed):
             pack_products(self.model, self.programs.groups)
-        elif self.device.type == "cpu" and multiplies_few(self._like.dtype):
+        elif not self.cache.by_kernel and multiplies_few(self._like.dtype):
             pack_products(self.model, self.programs.groups, lambda weight, parts: FEW_ROWS)
         if self.device.type == "cuda":
             for module in self.model.modules():
@@ -234,9 +233,8 @@ class Runner:
     @property
     def decode_rows(self) -> Callable[[RowColumns], DrawnTokens] | None:
         """Takes a step of rows that decode, whose tokens are known, at once; None where attention is no C function."""
-        has_function = self.device.type == "cpu" and self._like.dtype == torch.float32 and library() is not None
-        plain = not (self.cache.by_kernel or self.cache.code or self.invariant)
-        return self._decode_rows if has_function and plain else None
+        in_c = not self.cache.by_kernel and self.cache.joins(self._like.dtype)
+        return self._decode_rows if in_c else None
 
     @torch.inference_mode()
     def _decode_rows(self, columns: RowColumns) -> DrawnTokens:

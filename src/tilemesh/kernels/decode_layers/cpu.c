@@ -1,12 +1,12 @@
-/* All layers of a step in which every sequence decodes one token, on a CPU, in float32: one call from what enters the
+/* All layers of a step in which every sequence decodes one token, on a CPU: one call from what enters the
  * first layer to the norm after the last. Its parts are the functions of few_linear/cpu.c and paged_attention/cpu.c.
  */
 
 struct layer { /* as `_FIELDS` in cpu.py; a bias that there is none of is 0 */
-    const float *attention_norm, *heads, *heads_bias, *out, *out_bias, *mlp_norm, *gated, *gated_bias, *last, *last_bias;
-    float *keys, *values;
+    const stored *attention_norm, *heads, *heads_bias, *out, *out_bias, *mlp_norm, *gated, *gated_bias, *last, *last_bias;
+    stored *keys, *values;
     const float *cosines, *sines;
-    struct { const float *a, *b; } heads_low, out_low, gated_low, last_low; /* adapters; 0: there are none */
+    struct { const stored *a, *b; } heads_low, out_low, gated_low, last_low; /* adapters; 0: there are none */
     const int64_t *tables, *places;
     long pages, window, every;
 };
@@ -24,7 +24,7 @@ struct adapters {
 
 /* x, y: (R, D). F: width of the MLP; others as in paged_attention/cpu.c. `room`: R (2D + 2HE + (H + 2K)E + 3F) numbers and
  * the scores. */
-void decode_layers(const struct layer *layers, long count, const float *x, const float *last_norm,
+void decode_layers(const struct layer *layers, long count, const float *x, const stored *last_norm,
                    const int64_t *positions, float *y, float *room, long R, long H, long K, long E, long D, long F,
                    long N, long most, float epsilon, float cap, const struct adapters *adapters) {
     float *sum = room, *branch = sum + R * D, *rows = branch + R * D, *q = rows + R * (H + 2 * K) * E,

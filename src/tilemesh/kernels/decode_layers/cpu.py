@@ -71,12 +71,12 @@ class LayerPages(NamedTuple):
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
-    """The compiled function; None without Linux and a C compiler."""
+def library(dtype: torch.dtype = torch.float32) -> ctypes.CDLL | None:
+    """The compiled function for weights of this dtype, float32 or bfloat16; None without Linux and a C compiler."""
     here = Path(__file__).parent
     sources = [here.with_name(name) / "cpu.c" for name in ("few_linear", "paged_attention", here.name)]
     types = [_ADDRESS, _LONG, *[_ADDRESS] * 5, *[_LONG] * 8, ctypes.c_float, ctypes.c_float, _ADDRESS]
-    return c_functions(here.name, sources, {"decode_layers": types})
+    return c_functions(here.name, sources, {"decode_layers": types}, dtype)
 
 
 def decode_layers(
@@ -91,9 +91,10 @@ def decode_layers(
     adapted: Sequence[LayerAdapters] = (),
     rows_have: RowAdapters | None = None,
 ) -> Tensor:
-    """The norm after the last layer, (R, D), of at most `few_linear.cost.MOST_ROWS` rows; all is contiguous. `adapted`:
+    """The norm after the last layer, (R, D), of at most `few_linear.cost.MOST_ROWS` rows; all is contiguous. x, angles
+    and the result are float32, the rest is of the dtype of weights. `adapted`:
     of each layer, where rows have adapters."""
-    loaded = library()
+    loaded = library(last_norm.dtype)
     assert loaded is not None
     (rows, width), (_, page_tokens, kv_heads, head_width) = x_RD.shape, pages[0].keys.shape
     heads, hidden, most = weights[0].out.shape[1] // head_width, weights[0].last.shape[1], longest + 4

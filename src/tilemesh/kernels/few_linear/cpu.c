@@ -1,5 +1,5 @@
-/* What a step of a layer computes beside attention, on a CPU, in float32: a few rows times a matrix, the norm before it,
- * and a gate.
+/* What a step of a layer computes beside attention, on a CPU: a few rows times a matrix, the norm before it, and
+ * a gate.
  *
  * The weight is read as it is stored, (N, K), once for all rows: four of its rows with four of x at a time, sixteen sums
  * in registers, each over as many lanes as a vector has. What comes next is fetched meanwhile, so that a decode step
@@ -37,8 +37,8 @@ static inline float silu(float x) {
 }
 
 /* Four rows of x times four of w: y[i * step + j], for the first m rows and n outputs. */
-static inline __attribute__((always_inline)) void tile(const float *x, const float *w, const float *next, float *y,
-                                                       long K, long step, long m, long n) {
+static inline __attribute__((always_inline)) void tile(const float *x, const float *w, const stored *next,
+                                                       float *y, long K, long step, long m, long n) {
     const float *a[4], *b[4];
     lanes s[4][4];
     for (int i = 0; i < 4; i++) {
@@ -79,26 +79,38 @@ static inline __attribute__((always_inline)) void tile(const float *x, const flo
         }
 }
 
-/* Outputs n to `end` of all rows, into y with rows `step` apart. */
-static void block(const float *x, const float *w, const float *bias, float *y, long R, long K, long n, long end,
+/* Outputs n to `end` of all rows, into y with rows `step` apart. What is stored in 16 bits is widened once for all rows. */
+static void block(const float *x, const stored *w, const stored *bias, float *y, long R, long K, long n, long end,
                   long step) {
-    for (long group = n; group < end; group += TOGETHER)
+#ifdef STORED_BFLOAT16
+    float rows[TOGETHER * K];
+#else
+    const float *rows;
+#endif
+    for (long group = n; group < end; group += TOGETHER) {
+        const long last = group + TOGETHER < end ? group + TOGETHER : end;
+#ifdef STORED_BFLOAT16
+        for (long i = 0; i < (last - group) * K; i++) rows[i] = wide(w[group * K + i]);
+#else
+        rows = w + group * K;
+#endif
         for (long r = 0, tiles = 0; r < R; r += 4)
-            for (long j = group; j < end && j < group + TOGETHER; j += 4, tiles++)
-                tile(x + r * K, w + j * K, w + (group + TOGETHER + tiles % TOGETHER) * K, y + r * step + j - n, K, step,
-                     R - r, end - j);
+            for (long j = group; j < last; j += 4, tiles++)
+                tile(x + r * K, rows + (j - group) * K, w + (group + TOGETHER + tiles % TOGETHER) * K,
+                     y + r * step + j - n, K, step, R - r, end - j);
+    }
     if (bias)
         for (long r = 0; r < R; r++)
-            for (long j = n; j < end; j++) y[r * step + j - n] += bias[j];
+            for (long j = n; j < end; j++) y[r * step + j - n] += wide(bias[j]);
 }
 
-void few_product(const float *x, const float *w, const float *bias, float *y, long R, long N, long K) {
+void few_product(const float *x, const stored *w, const stored *bias, float *y, long R, long N, long K) {
 #pragma omp parallel for schedule(dynamic) if (N * K > WORTH)
     for (long n = 0; n < N; n += BLOCK) block(x, w, bias, y + n, R, K, n, n + BLOCK < N ? n + BLOCK : N, N);
 }
 
 /* silu(x G^T) * (x V^T) of at most MOST_ROWS rows, G being the first N rows of w and V the others. */
-void few_gated(const float *x, const float *w, const float *bias, float *y, long R, long N, long K) {
+void few_gated(const float *x, const stored *w, const stored *bias, float *y, long R, long N, long K) {
 #pragma omp parallel for schedule(dynamic) if (N * K > WORTH)
     for (long n = 0; n < N; n += BLOCK) {
         const long end = n + BLOCK < N ? n + BLOCK : N;
@@ -113,7 +125,7 @@ void few_gated(const float *x, const float *w, const float *bias, float *y, long
 
 /* y += B (A x) of rows with adapters, of several that lie side by side: a is (parts, slots, rank, K), b (N, slots, rank),
  * and `slots_of` says whose a row's are, -1: nobody's. The outputs are `parts` pieces, of `widths` each. */
-void add_low_rank(const float *x, const float *a, const float *b, const int64_t *slots_of, float *y, long R, long K,
+void add_low_rank(const float *x, const stored *a, const stored *b, const int64_t *slots_of, float *y, long R, long K,
                   long parts, const int64_t *widths, long slots, long rank) {
     long N = 0;
     for (long p = 0; p < parts; p++) N += widths[p];
@@ -122,18 +134,18 @@ void add_low_rank(const float *x, const float *a, const float *b, const int64_t 
         if (slots_of[r] < 0) continue;
         for (long p = 0, n = 0; p < parts; p++) {
             float low[rank];
-            const float *own = a + (p * slots + slots_of[r]) * rank * K;
+            const stored *own = a + (p * slots + slots_of[r]) * rank * K;
             for (long q = 0; q < rank; q++, own += K) {
                 float sum = 0;
 #pragma omp simd reduction(+ : sum)
-                for (long k = 0; k < K; k++) sum += x[r * K + k] * own[k];
+                for (long k = 0; k < K; k++) sum += x[r * K + k] * wide(own[k]);
                 low[q] = sum;
             }
             for (const long end = n + widths[p]; n < end; n++) {
-                const float *high = b + (n * slots + slots_of[r]) * rank;
+                const stored *high = b + (n * slots + slots_of[r]) * rank;
                 float sum = 0;
 #pragma omp simd reduction(+ : sum)
-                for (long q = 0; q < rank; q++) sum += low[q] * high[q];
+                for (long q = 0; q < rank; q++) sum += low[q] * wide(high[q]);
                 y[r * N + n] += sum;
             }
         }
@@ -149,7 +161,7 @@ void gate_rows(const float *h, float *y, long R, long F) {
 }
 
 /* total = x + branch (0: nothing is added, and total is not written), y = total / rms(total) * scale. */
-void norm_rows(const float *x, const float *branch, const float *scale, float *total, float *y, long R, long D,
+void norm_rows(const float *x, const float *branch, const stored *scale, float *total, float *y, long R, long D,
                float epsilon) {
 #pragma omp parallel for if (R * D > WORTH)
     for (long r = 0; r < R; r++) {
@@ -165,6 +177,6 @@ void norm_rows(const float *x, const float *branch, const float *scale, float *t
         for (long d = 0; d < D; d++) squares += from[d] * from[d];
         const float factor = 1 / sqrtf(squares / D + epsilon);
 #pragma omp simd
-        for (long d = 0; d < D; d++) y[r * D + d] = from[d] * factor * scale[d];
+        for (long d = 0; d < D; d++) y[r * D + d] = from[d] * factor * wide(scale[d]);
     }
 }

@@ -23,15 +23,16 @@
              s += 4)
 
 /* One of so many parts of the numbers that come next. */
-static inline void fetch(const float *next, long part, long parts, long count) {
-    for (long at = part * 16; at < count; at += parts * 16) __builtin_prefetch(next + at, 0, 2);
+static inline void fetch(const stored *next, long part, long parts, long count) {
+    const long line = 64 / sizeof(stored);
+    for (long at = part * line; at < count; at += parts * line) __builtin_prefetch(next + at, 0, 2);
 }
 
-static void attend_one(const float *q, const float *keys, const float *values, const int64_t *table, float *y,
+static void attend_one(const float *q, const stored *keys, const stored *values, const int64_t *table, float *y,
                        float *scores, long begin, long end, long heads, long G, long K, long E, long N, long most,
                        float scale, float cap, const float *sinks) {
     const long token = K * E, count = end - begin;
-    const float *k[4], *v[4];
+    const stored *k[4], *v[4];
     EACH_FOUR(keys, k) {
         for (long g = 0; g < heads; g++) {
             const float *x = q + g * E;
@@ -40,10 +41,10 @@ static void attend_one(const float *q, const float *keys, const float *values, c
             float a = 0, b = 0, c = 0, d = 0;
 #pragma omp simd reduction(+ : a, b, c, d)
             for (long e = 0; e < E; e++) {
-                a += x[e] * k[0][at + e];
-                b += x[e] * k[1][at + e];
-                c += x[e] * k[2][at + e];
-                d += x[e] * k[3][at + e];
+                a += x[e] * wide(k[0][at + e]);
+                b += x[e] * wide(k[1][at + e]);
+                c += x[e] * wide(k[2][at + e]);
+                d += x[e] * wide(k[3][at + e]);
             }
             float *to = scores + g * most + s - begin; /* what is written too far, the next page writes over */
             to[0] = a * scale, to[1] = b * scale, to[2] = c * scale, to[3] = d * scale;
@@ -72,12 +73,13 @@ static void attend_one(const float *q, const float *keys, const float *values, c
             float *restrict to = y + g * E;
             fetch(v[3] + token, g, heads, 4 * token);
 #pragma omp simd
-            for (long e = 0; e < E; e++) to[e] += a * v[0][at + e] + b * v[1][at + e] + c * v[2][at + e] + d * v[3][at + e];
+            for (long e = 0; e < E; e++)
+                to[e] += a * wide(v[0][at + e]) + b * wide(v[1][at + e]) + c * wide(v[2][at + e]) + d * wide(v[3][at + e]);
         }
     }
 }
 
-void attend_decoding(const float *q, const float *keys, const float *values, const int64_t *tables,
+void attend_decoding(const float *q, const stored *keys, const stored *values, const int64_t *tables,
                      const int64_t *positions, float *y, float *scores, long R, long H, long K, long E, long N, long M,
                      long window, long most, float cap, const float *sinks) {
     /* All heads of a sequence together where there are enough sequences: its tokens are then read as they lie. */
@@ -110,7 +112,7 @@ static inline void score_two(const float *a, const float *b, const float *block,
 /* Attention of R sequences with T new tokens each, over keys and values where they lie, up to each token's own position:
  * KEYS keys after the other, with the softmax made anew for each of them. q, y: (R, T, H, E); positions: (R, T);
  * sinks: (H), or 0. */
-void attend_chunks(const float *q, const float *keys, const float *values, const int64_t *tables,
+void attend_chunks(const float *q, const stored *keys, const stored *values, const int64_t *tables,
                    const int64_t *positions, float *y, long R, long T, long H, long K, long E, long N, long M, long window,
                    float cap, const float *sinks) {
     const long G = H / K, parts = (T + QUERIES - 1) / QUERIES, token = K * E;
@@ -126,12 +128,12 @@ void attend_chunks(const float *q, const float *keys, const float *values, const
                 float largest[queries], total[queries], block[E * KEYS], scores[2 * KEYS];
                 for (long i = 0; i < queries; i++) largest[i] = -INFINITY, total[i] = 0;
                 for (long from = low / KEYS * KEYS; from < end; from += KEYS) {
-                    const float *held[KEYS];
+                    const stored *held[KEYS];
                     for (long s = 0; s < KEYS; s++) {
                         const long known = from + s < end ? from + s : end - 1;
                         const long place = (table[known / N] * N + known % N) * token + k * E;
                         held[s] = values + place;
-                        for (long e = 0; e < E; e++) block[e * KEYS + s] = keys[place + e];
+                        for (long e = 0; e < E; e++) block[e * KEYS + s] = wide(keys[place + e]);
                     }
                     for (long i = 0; i < queries; i++) {
                         const long query = begin + (i / G * H + i % G) * E, last = at[i / G] - from + 1;
@@ -157,10 +159,11 @@ void attend_chunks(const float *q, const float *keys, const float *values, const
                         for (long e = 0; e < E; e++) to[e] = largest[i] == -INFINITY ? 0 : to[e] * kept;
                         largest[i] = most, total[i] = total[i] * kept + sum;
                         for (long s = skipped / 4 * 4; s < count; s += 4) {
-                            const float *v0 = held[s], *v1 = held[s + 1], *v2 = held[s + 2], *v3 = held[s + 3];
+                            const stored *v0 = held[s], *v1 = held[s + 1], *v2 = held[s + 2], *v3 = held[s + 3];
 #pragma omp simd
                             for (long e = 0; e < E; e++)
-                                to[e] += row[s] * v0[e] + row[s + 1] * v1[e] + row[s + 2] * v2[e] + row[s + 3] * v3[e];
+                                to[e] += row[s] * wide(v0[e]) + row[s + 1] * wide(v1[e]) + row[s + 2] * wide(v2[e]) +
+                                         row[s + 3] * wide(v3[e]);
                         }
                     }
                 }
@@ -176,25 +179,23 @@ void attend_chunks(const float *q, const float *keys, const float *values, const
 /* From rows of queries, keys and values (R, (H + 2K) E) to queries turned by their tokens' angles, (R, H, E), and turned
  * keys and values at their places in the pages; a pair is (i, i + E / 2). `cosines`, `sines`: (R, E / 2); 0: nothing is
  * turned. A place below 0 is counted from the end of all `places`. */
-void turn_and_store(const float *rows, const float *cosines, const float *sines, const int64_t *at, float *q, float *keys,
-                    float *values, long R, long H, long K, long E, long places) {
-    const long half = E / 2;
+void turn_and_store(const float *rows, const float *cosines, const float *sines, const int64_t *at, float *q, stored *keys,
+                    stored *values, long R, long H, long K, long E, long places) {
+    const long half = E / 2, turned = cosines ? 2 * half : 0;
 #pragma omp parallel for if (R * (H + 2 * K) * E > 65536)
     for (long r = 0; r < R; r++) {
         const long place = (at[r] < 0 ? at[r] + places : at[r]) * K * E;
         const float *from = rows + r * (H + 2 * K) * E, *c = cosines + r * half, *s = sines + r * half;
         for (long h = 0; h < H + K; h++, from += E) {
-            float *restrict to = h < H ? q + (r * H + h) * E : keys + place + (h - H) * E;
-            if (!cosines) {
-                for (long e = 0; e < E; e++) to[e] = from[e];
-                continue;
-            }
+            float key[E], *restrict to = h < H ? q + (r * H + h) * E : key;
 #pragma omp simd
-            for (long e = 0; e < half; e++) {
+            for (long e = 0; e < turned / 2; e++) {
                 to[e] = from[e] * c[e] - from[e + half] * s[e];
                 to[e + half] = from[e + half] * c[e] + from[e] * s[e];
             }
+            for (long e = turned; e < E; e++) to[e] = from[e];
+            for (long e = 0; h >= H && e < E; e++) keys[place + (h - H) * E + e] = narrow(key[e]);
         }
-        for (long e = 0; e < K * E; e++) values[place + e] = from[e];
+        for (long e = 0; e < K * E; e++) values[place + e] = narrow(from[e]);
     }
 }

@@ -19,20 +19,19 @@ _ADDRESS, _LONG = ctypes.c_void_p, ctypes.c_long
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
-    """The compiled functions; None without Linux and a C compiler."""
+def library(dtype: torch.dtype = torch.float32) -> ctypes.CDLL | None:
+    """The compiled functions for pages of this dtype, float32 or bfloat16; None without Linux and a C compiler."""
     arguments = {
         "attend_decoding": [*[_ADDRESS] * 7, *[_LONG] * 8, ctypes.c_float, _ADDRESS],
         "attend_chunks": [*[_ADDRESS] * 6, *[_LONG] * 8, ctypes.c_float, _ADDRESS],
         "turn_and_store": [*[_ADDRESS] * 7, *[_LONG] * 5],
     }
-    return c_functions("paged_attention", [Path(__file__).with_name("cpu.c")], arguments)
+    return c_functions("paged_attention", [Path(__file__).with_name("cpu.c")], arguments, dtype)
 
 
-def serves_pages(q: Tensor, held: Tensor) -> bool:
-    """Whether there are such functions for these queries and pages of numbers."""
-    is_float = q.dtype == held.dtype == torch.float32
-    return is_float and held.device.type == "cpu" and held.is_contiguous() and library() is not None
+def serves_pages(held: Tensor) -> bool:
+    """Whether there are such functions for these pages of numbers."""
+    return held.device.type == "cpu" and held.is_contiguous() and library(held.dtype) is not None
 
 
 def attend_decoding(
@@ -48,14 +47,14 @@ def attend_decoding(
 ) -> Tensor:
     """softmax(q k / sqrt(E)) v of one new token of each sequence, as `paged_attention` has it: (R, H, E).
 
-    keys, values: (P, N, K, E). tables_RM: int64, pages of each sequence. positions_R: int64, of the new tokens, each
-    below `longest`.
+    keys, values: (P, N, K, E) in float32 or bfloat16; the result is float32. tables_RM: int64, pages of each sequence.
+    positions_R: int64, of the new tokens, each below `longest`.
     """
-    loaded = library()
+    loaded = library(keys.dtype)
     assert loaded is not None
     sinks_H = None if sinks_H is None else sinks_H.float().contiguous()
     sinks = None if sinks_H is None else sinks_H.data_ptr()
-    q_RHE, tables_RM, positions_R = q_RHE.contiguous(), tables_RM.contiguous(), positions_R.contiguous()
+    q_RHE, tables_RM, positions_R = q_RHE.float().contiguous(), tables_RM.contiguous(), positions_R.contiguous()
     (rows, heads, width), (_, page_tokens, kv_heads, _) = q_RHE.shape, keys.shape
     most = longest + 4
     y_RHE, scores = torch.empty_like(q_RHE), torch.empty(rows * heads * most)
@@ -78,11 +77,11 @@ def attend_chunks(
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     """The same of several new tokens of each sequence, one after the other: (R, T, H, E)."""
-    loaded = library()
+    loaded = library(keys.dtype)
     assert loaded is not None
     sinks_H = None if sinks_H is None else sinks_H.float().contiguous()
     sinks = None if sinks_H is None else sinks_H.data_ptr()
-    q_RTHE, tables_RM, positions_RT = q_RTHE.contiguous(), tables_RM.contiguous(), positions_RT.contiguous()
+    q_RTHE, tables_RM, positions_RT = q_RTHE.float().contiguous(), tables_RM.contiguous(), positions_RT.contiguous()
     (rows, tokens, heads, width), (_, page_tokens, kv_heads, _) = q_RTHE.shape, keys.shape
     y_RTHE = torch.empty_like(q_RTHE)
     loaded.attend_chunks(
@@ -102,9 +101,9 @@ def turn_and_store(
     heads: int,
 ) -> Tensor:
     """As `store_pages` where no code is asked for: queries (T, H, E); keys and values are in their places."""
-    loaded = library()
+    loaded = library(keys.dtype)
     assert loaded is not None
-    qkv_TF, places_T = qkv_TF.contiguous(), places_T.contiguous()
+    qkv_TF, places_T = qkv_TF.float().contiguous(), places_T.contiguous()
     pages, page_tokens, kv_heads, width = keys.shape
     angles = [None, None] if rotary is None else [table.contiguous() for table in rotary]
     q_THE = torch.empty(len(qkv_TF), heads, width)

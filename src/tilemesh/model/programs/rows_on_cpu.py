@@ -1,8 +1,9 @@
-"""A layer that serves on a CPU in float32, by a few functions in C in place of torch's operators one by one.
+"""A layer that serves on a CPU in float32 or bfloat16, by a few functions in C in place of torch's operators.
 
 The one idea: a decode step of a small model has so little to compute that laying weights out, and passing over
 activations once per operator, takes longer than its products. Here a layer is seven calls: norm, product, heads turned
-and stored, attention, product, norm, gated product, product. Products are as the matrices' kinds have them.
+and stored, attention, product, norm, gated product, product. Products are as the matrices' kinds have them. Where
+weights are bfloat16, so are keys and values; what is computed between is float32.
 
 R: tokens; D: width; F: MLP width.
 """
@@ -25,7 +26,7 @@ from tilemesh.kernels.few_linear.cpu import gate_rows, library, norm_rows
 from tilemesh.model.kinds import Adapted
 from tilemesh.model.linear import DENSE, Linear
 from tilemesh.model.norm import ResidualNorm
-from tilemesh.model.packed import FEW_ROWS, multiplies_few
+from tilemesh.model.packed import FEW_ROWS, multiplies_bfloat16, multiplies_few
 from tilemesh.model.programs.definition import attention_passes, gate_passes, norm_passes
 from tilemesh.model.programs.few_tokens import why_not_in_a_row
 from tilemesh.model.programs.products import attend_side_by_side
@@ -35,13 +36,13 @@ from tilemesh.model.transformer import Layer, Pass, ResidualStream, Transformer
 
 def why_not_in_c(seat: ProgramSeat) -> str:
     """Why the functions do not compute this model here."""
-    if seat.device.type != "cpu":
+    if seat.device.type != "cpu" or seat.use.launches_early:
         return "it is for a CPU"
-    if seat.use.trains or seat.dtype != torch.float32:
-        return "its functions are for serving in float32"
+    if seat.use.trains or seat.dtype not in (torch.float32, torch.bfloat16):
+        return "its functions are for serving in float32 and bfloat16"
     if seat.use.invariant:
         return CUT_OTHERWISE
-    return "" if library() is not None else "there is no C compiler here"
+    return "" if library(seat.dtype) is not None else "there is no C compiler here"
 
 
 def _products(seat: ProgramSeat) -> tuple[Linear, ...]:
@@ -98,18 +99,25 @@ class LayerInC:
         )  # fmt: skip
 
     def __call__(self, stream: ResidualStream, now: Pass) -> ResidualStream:
-        layer, attention = self.layer, self.layer.attention
+        layer, attention, dtype = self.layer, self.layer.attention, stream.x.dtype
         y_RD, x_RD = _normalized(layer.attention_norm, stream.x, stream.branch)
-        y_1RD = attend_side_by_side(attention, self.heads(y_RD)[None], now)
-        y_RD, x_RD = _normalized(layer.mlp_norm, x_RD, attention.fc_o(y_1RD[0]))
-        branch_RD = self.last(gate_rows(self.gated(y_RD)))
-        return ResidualStream(x_RD.view_as(stream.x), branch_RD.view_as(stream.x))
+        y_1RD = attend_side_by_side(attention, _product(self.heads, y_RD, dtype)[None], now, dtype)
+        y_RD, x_RD = _normalized(layer.mlp_norm, x_RD, _product(attention.fc_o, y_1RD[0], dtype))
+        branch_RD = _product(self.last, gate_rows(_product(self.gated, y_RD, dtype)), dtype)
+        return ResidualStream(x_RD.view_as(stream.x).to(dtype), branch_RD.view_as(stream.x).to(dtype))
+
+
+def _product(layer: Linear, x_RD: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of activations of the model's dtype, or of float32 where that is no slower."""
+    few = len(x_RD) <= MOST_ROWS or not multiplies_bfloat16()
+    y_RD: Tensor = layer(x_RD if few and layer.kind.widens else x_RD.to(dtype))
+    return y_RD
 
 
 def _normalized(norm: ResidualNorm, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
     assert norm.weight is not None
-    branch_RD = None if branch is None else branch.flatten(0, -2)
-    return norm_rows(x.flatten(0, -2), branch_RD, norm.weight, norm.epsilon)
+    branch_RD = None if branch is None else branch.flatten(0, -2).float()
+    return norm_rows(x.flatten(0, -2).float(), branch_RD, norm.weight, norm.epsilon)
 
 
 @dataclass(frozen=True)
@@ -124,7 +132,7 @@ class DecodeOnCpu(RowsOnCpu):
         norms = (seat.here.attention_norm, seat.here.mlp_norm, seat.model.final_norm)
         if len({norm.epsilon for norm in norms if norm is not None}) > 1:
             return "norms differ"
-        if step_library() is None:  # compiled here, and not before the first token but one
+        if step_library(seat.dtype) is None:  # compiled here, and not before the first token but one
             return "there is no C compiler here"
         if not multiplies_few(seat.dtype):
             return "products here are of weights that were laid out once"
@@ -144,7 +152,8 @@ class DecodeOnCpu(RowsOnCpu):
 def _through(model: Transformer, layers: tuple[LayerInC, ...], x_1RD: Tensor, now: Pass) -> Tensor:
     decoded = _decoded(model, layers, x_1RD, now)
     if decoded is not None:
-        return decoded
+        head = model.token_embedding if model.output is None else model.output
+        return decoded if head is not None and head.kind.widens else decoded.to(x_1RD.dtype)
     stream = ResidualStream(x_1RD)
     for layer in layers:
         stream = layer(stream, now)
@@ -169,7 +178,7 @@ def _decoded(model: Transformer, layers: tuple[LayerInC, ...], x_1RD: Tensor, no
         )
     weights = [each.weights for each in layers]
     return decode_layers(
-        x_1RD[0].contiguous(), weights, pages, norm.weight, held.positions_R, held.longest, norm.epsilon,
+        x_1RD[0].float().contiguous(), weights, pages, norm.weight, held.positions_R, held.longest, norm.epsilon,
         config.score_cap, adapted, rows_have,
     )[None]  # fmt: skip
 
