@@ -86,7 +86,7 @@ MOST_LINES = {
     "graph": 9_541,
     "model": 10_950,
     "plan": 8_640,
-    "parallel": 10_178,
+    "parallel": 10_179,
     "methods": 1_978,
     "compress": 1_820,
     "train": 8_916,

@@ -218,7 +218,8 @@ EXPERTS = (
     Plant("remote-gradient-lost", "experts", "backward differs first at layer", _is_spread, _lost_on_the_way_back),
     Plant(
         "router-loss-times-tp", "experts", "mlp.router",
-        lambda case: _is_balanced(case) and case.layout.tp > 1 and case.layout.pp == 1, _counted_by_every_rank,
+        lambda case: _is_balanced(case) and case.layout.ranks_per_expert > 1 and case.layout.pp == 1,
+        _counted_by_every_rank,
     ),
     Plant(
         "router-loss-of-last-stage", "pipeline", "the loss differs",
