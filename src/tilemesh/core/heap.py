@@ -18,14 +18,14 @@ KEPT_BYTES = 1 << 30
 """So much at the end of the heap stays before any of it goes back."""
 
 
-def is_from_glibc() -> bool:
-    """Whether torch takes its tensors from glibc here."""
-    return sys.platform == "linux" and platform.machine() == "x86_64"
+def torch_heap() -> str:
+    """Who gives torch's tensors their memory here: "glibc", or nothing where torch has its own."""
+    return "glibc" if sys.platform == "linux" and platform.machine() == "x86_64" else ""
 
 
 def keep_freed_memory() -> bool:
     """Whether this process does so from now on. Who has set glibc's malloc in the environment has decided."""
-    if not is_from_glibc():
+    if not torch_heap():
         return False
     if "GLIBC_TUNABLES" in os.environ or any(name.startswith("MALLOC_") for name in os.environ):
         return False

@@ -20,7 +20,7 @@ from tilemesh.core.calibration import Calibration, Rates
 from tilemesh.core.cores import threads_for
 from tilemesh.core.errors import UsageError, nearest, unknown
 from tilemesh.core.hardware import CPU, DEVICES, LOCAL, Cluster, ClusterNode, Link, device_for, make_node
-from tilemesh.core.heap import is_from_glibc
+from tilemesh.core.heap import torch_heap
 from tilemesh.plan import constants
 
 FITS = "collectives"
@@ -95,11 +95,11 @@ def local_readings(text: str, machine: AnyMachine) -> list[MeasuredCluster]:
     ranks = int(match[1]) if match[1] else (len(machine.gpus) if on_gpu else machine.cores)
     if on_gpu:
         return [local_gpu(each, ranks, machine.gpus) for each in known.readings if each.gpu is not None]
-    return [local_cpu(each, ranks, machine.cores, machine.memory_bytes) for each in known.readings]
+    return [local_cpu(each, ranks, machine.cores, machine.memory_bytes, torch_heap()) for each in known.readings]
 
 
-def local_cpu(calibration: Calibration, ranks: int, cores: int, memory_bytes: int) -> MeasuredCluster:
-    """So many ranks on the cores of a machine."""
+def local_cpu(calibration: Calibration, ranks: int, cores: int, memory_bytes: int, heap: str = "") -> MeasuredCluster:
+    """So many ranks on the cores of a machine; `heap` as a `Device`'s."""
     if ranks < 1:
         raise UsageError(f"{ranks} ranks on this machine: expected at least 1")
     whole = calibration.rates("all_cores")
@@ -117,7 +117,7 @@ def local_cpu(calibration: Calibration, ranks: int, cores: int, memory_bytes: in
         memory_bytes_per_s=rates.copy_bytes_per_s or copy,
         sm_count=threads_for(ranks, cores),
         ranks_per_core=max(1.0, ranks / cores),
-        heap="glibc" if is_from_glibc() else "",
+        heap=heap,
     )
     link = measured_link(calibration, ranks, cores) or assumed_link(copy, ranks, cores)
     words = _measured(calibration)
