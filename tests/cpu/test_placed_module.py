@@ -295,7 +295,7 @@ def test_small_sums_of_gradients_are_one_exchange() -> None:
     trace = trace_joint(Mlp(), ModuleCall.example(batch()))
     joint = place_joint(trace, (("dp", 4),), {"input0": "dp:S0", "input1": "dp:S0"})
     local = local_graph(joint.placed, 0, joint.outputs)
-    fewer, cost = combined(local, trace.results), MeshCost((("dp", 4),), parse_cluster("4xh100"))
+    fewer, cost = combined(local, trace.results, len(trace.gradients)), MeshCost((("dp", 4),), parse_cluster("4xh100"))
 
     def sums(graph: Graph) -> list[Node]:
         return [node for node in graph.nodes() if node.op == "all_reduce"]
@@ -309,4 +309,4 @@ def test_small_sums_of_gradients_are_one_exchange() -> None:
     trace = trace_joint(large, ModuleCall.example([torch.randn(8, 512)]))
     joint = place_joint(trace, (("dp", 4),), {"input0": "dp:S0"})
     local = local_graph(joint.placed, 0, joint.outputs)
-    assert len(sums(combined(local, trace.results))) == len(sums(local))
+    assert len(sums(combined(local, trace.results, len(trace.gradients)))) == len(sums(local))

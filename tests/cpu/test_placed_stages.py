@@ -13,8 +13,12 @@ from torch import Tensor, nn
 from tilemesh.comm.connection import run_threads
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.errors import UsageError
+from tilemesh.graph.ir import Graph
+from tilemesh.graph.joint import ModuleCall, divided, halved, trace_joint
 from tilemesh.parallel.choose.stages import cut_stages
+from tilemesh.parallel.placed import place_joint
 from tilemesh.parallel.staged import stage
+from tilemesh.plan.place.local import local_graph
 
 D = torch.float64
 
@@ -73,6 +77,8 @@ def steps(modules: Sequence[nn.Module], microbatches: Sequence[Any]) -> tuple[li
         ([{"dp": 2}, {"tp": 1}], [2, 2], "gpipe"),
         ([{"dp": 2, "tp": 2}, {"tp": 1}], [3, 1], "1f1b"),
         ([{"tp": 2}, {"dp": 1}], [1, 1, 1, 1], "interleaved"),
+        ([{"dp": 2}, {"tp": 2}], [2, 2], "zb-h1"),
+        ([{"tp": 1}, {"tp": 2}], [1, 1, 1, 1], "zb-v"),
     ],
 )
 def test_stages_on_unequal_ranks_train_as_one_process(
@@ -123,11 +129,20 @@ def test_what_the_dynamic_program_cut_runs() -> None:
     assert done == pytest.approx([losses[0]] * 3, abs=1e-10)
 
 
+def test_a_backward_pass_in_two_computes_nothing_twice() -> None:
+    trace = trace_joint(Block(), ModuleCall.example([torch.randn(4, 8, dtype=D, requires_grad=True)]))
+    joint = place_joint(trace, (("tp", 2),), {"up.weight": "tp:S0"})
+    _, backward = divided(local_graph(joint.placed, 0, joint.outputs), trace.results)
+
+    def products(graph: Graph) -> int:
+        return sum(node.op == "dot" for node in graph.nodes())
+
+    assert [products(graph) for graph in (backward, *halved(backward, 1))] == [4, 2, 2]
+
+
 def test_what_no_placed_stage_can_run_is_refused() -> None:
     microbatches = [([torch.randn(4, 8, dtype=D)], [torch.randn(4, 8, dtype=D)]) for _ in range(4)]
     modules = cut([Block(), Block()], [1, 1])
-    with pytest.raises(UsageError, match="gradients of weights apart"):
-        run_threads(2, lambda comm: stage(modules, comm, [{"tp": 1}, {"tp": 1}], microbatches, schedule="zb-h1"))
     with pytest.raises(UsageError, match=r"stages of 1 \+ 2 ranks and there are 2"):
         run_threads(2, lambda comm: stage(modules, comm, [{"tp": 1}, {"tp": 2}], microbatches))
     with pytest.raises(UsageError, match="3 modules on 2 stages"):

@@ -245,12 +245,13 @@ def _spread_out(value: Node, lead: tuple[Dim, ...]) -> Node:
     return build.reshape(value, (*lead, *value.shape[-2:]))
 
 
-def divided(graph: Graph, results: int) -> tuple[Graph, Graph]:
+def divided(graph: Graph, results: int, tangents: str = "d output") -> tuple[Graph, Graph]:
     """The first `results` outputs as one program, the others as a second one that goes on from it.
 
-    The first gives, after its results, what the second takes before the tangents: values that it has made anyway.
+    The first gives, after its results, what the second takes before inputs whose names begin with `tangents`
+    the tangents: values that it has made anyway.
     """
-    slopes = [node for node in graph.inputs if node["name"].startswith("d output")]
+    slopes = [node for node in graph.inputs if node["name"].startswith(tangents)]
     first = set(ordered(graph.outputs[:results]))
     order = graph.nodes()
     first |= {node for node in order if node.op == "item" and node.inputs[0] in first}
@@ -270,3 +271,9 @@ def divided(graph: Graph, results: int) -> tuple[Graph, Graph]:
     given = tuple(node for node in graph.inputs if node not in slopes)
     forward = Graph(given, (*graph.outputs[:results], *saved))
     return forward, Graph((*stand_ins, *slopes), tuple(new[node] for node in graph.outputs[results:]))
+
+
+def halved(backward: Graph, entering: int) -> tuple[Graph, Graph]:
+    """The second program of `divided` in two: its last outputs, gradients of inputs, and the others after them."""
+    own = len(backward.outputs) - entering
+    return divided(Graph(backward.inputs, (*backward.outputs[own:], *backward.outputs[:own])), entering, "no tangent")

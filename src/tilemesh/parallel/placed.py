@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -30,6 +31,7 @@ from tilemesh.graph.joint import (
     JointTrace,
     ModuleCall,
     divided,
+    halved,
     refilled,
     tangent_name,
     trace_joint,
@@ -166,27 +168,40 @@ class PlacedProgram:
         self.joint, self.mesh = joint, mesh
         self.results = trace.results + len(trace.changed)
         parts = local_graph(joint.placed, mesh.comm.rank, joint.outputs)
-        local = self.local = with_generator(combined(parts, self.results), generator)
-        device = generator.device
-        forward, backward = divided(local, self.results)
-        agree(mesh.comm, {"exchanges": [_serials(forward), _serials(backward)]})
+        self.entering = sum(name in trace.inputs for name in trace.gradients)
+        own = len(trace.gradients) - self.entering
+        local = self.local = with_generator(combined(parts, self.results, own), generator)
+        self.device, graphs = generator.device, divided(local, self.results)
         self.exchanges = [node for node in local.nodes() if node.op in EXCHANGES]
-        self.forward = program(forward, device, exchange=self._exchange).function
-        self.backward = program(backward, device, exchange=self._exchange).function
-        self.constants = [value.to(device) for value in trace.constants.values()]
+        self.forward, self.backward = self._functions(graphs)
+        self._backward = graphs[1]
+        self._halves: list[Callable[..., tuple[Tensor, ...]]] = []
+        self.later: list[Callable[[], tuple[Tensor, ...]]] | None = None
+        """Where a list: backward passes give gradients of inputs alone, and leave here what gives those of
+        parameters."""
+        self.constants = [value.to(self.device) for value in trace.constants.values()]
 
-    def _exchange(self, node: Node) -> Callable[[Tensor], Tensor]:
-        return exchange_call(node, self.mesh.axis(node["axis"]).comm)
+    def halves(self) -> list[Callable[..., tuple[Tensor, ...]]]:
+        """The backward program in two: gradients of inputs and what else it has made, then those of parameters (the
+        first time a collective call)."""
+        self._halves = self._halves or self._functions(halved(self._backward, self.entering))
+        return self._halves
+
+    def _functions(self, graphs: Sequence[Graph]) -> list[Callable[..., tuple[Tensor, ...]]]:
+        """Of programs whose exchanges stand in the same order on all ranks."""
+        orders = [[node["serial"] for node in graph.nodes() if node.op in EXCHANGES] for graph in graphs]
+        agree(self.mesh.comm, {"exchanges": orders})
+
+        def exchange(node: Node) -> Callable[[Tensor], Tensor]:
+            return exchange_call(node, self.mesh.axis(node["axis"]).comm)
+
+        return [program(graph, self.device, exchange=exchange).function for graph in graphs]
 
     def parts(self, call: ModuleCall) -> Iterator[Tensor]:
         """This rank's parts of the inputs."""
         for name, value in zip(call.names, call.tensors, strict=True):
             mine = self.joint.placement(name).shard(tuple(value.shape), self.mesh.shape, self.mesh.comm.rank, name)
             yield take(mine, value)
-
-
-def _serials(graph: Graph) -> list[int]:
-    return [node["serial"] for node in graph.nodes() if node.op in EXCHANGES]
 
 
 class _Passes(torch.autograd.Function):
@@ -204,8 +219,14 @@ class _Passes(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
         run, trace = ctx.run, ctx.run.trace
-        gradients = run.backward([*ctx.saved_tensors, *(slopes[number] for number in trace.tangents)])
-        by_name = dict(zip(trace.gradients, gradients, strict=True))
+        values = [*ctx.saved_tensors, *(slopes[number] for number in trace.tangents)]
+        if run.later is None:
+            by_name = dict(zip(trace.gradients, run.backward(values), strict=True))
+        else:
+            first, second = run.halves()
+            made = first(values)
+            run.later.append(partial(second, list(made[run.entering :])))
+            by_name = dict(zip(trace.gradients[len(trace.gradients) - run.entering :], made, strict=False))
         return None, *(by_name.get(name) for name in (*trace.parameters, *trace.buffers, *trace.inputs))
 
 

@@ -59,6 +59,8 @@ class PlacedChunk:
     """Empty ones, as what it is given and what it gives."""
     state: _StepState
     _graphs: dict[int, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
+    _later: dict[int, list[Callable[[], tuple[Tensor, ...]]]] = field(default_factory=dict)
+    """By microbatch, what computes the gradients of weights that I put off."""
 
     def forward(self, microbatch: int, piece: int, x: Tensor | None, *, keeps: bool) -> Tensor | None:
         first, more = self.state.microbatches[microbatch]
@@ -74,6 +76,8 @@ class PlacedChunk:
 
     def backward(self, microbatch: int, piece: int, gradient: Tensor | None, *, splits: bool) -> Tensor | None:
         entered, result = self._graphs.pop(microbatch)
+        run = next(iter(self.placed.programs.values()))
+        run.later = self._later.setdefault(microbatch, []) if splits else None
         if self.is_last:
             torch.autograd.backward(result)
         else:
@@ -88,16 +92,14 @@ class PlacedChunk:
         raise UsageError("a placed module keeps what its backward pass reads: choose a schedule without recomputation")
 
     def weights(self, microbatch: int, piece: int) -> None:
-        raise UsageError(_WHOLE_BACKWARD)
+        own, trace = dict(self.placed.named_parameters()), next(iter(self.placed.programs.values())).trace
+        [compute] = self._later.pop(microbatch)
+        for name, gradient in zip(trace.gradients, compute(), strict=False):  # those of inputs are none of these
+            before = own[name].grad
+            own[name].grad = gradient if before is None else before + gradient
 
     def landing(self, microbatch: int, piece: int, of: Payload) -> Tensor:
         return torch.empty_like(self.enters if of == "activation" else self.leaves)
-
-
-_WHOLE_BACKWARD = (
-    "this schedule computes gradients of weights apart (I and W), and a placed module's backward pass is one program: "
-    "use one with whole backward passes, such as 1f1b, gpipe or interleaved"
-)
 
 
 class StagedModule(nn.Module):
@@ -154,8 +156,6 @@ def stage(
     if uneven or not modules:
         raise UsageError(f"{len(modules)} modules on {len(meshes)} stages: give as many to each")
     program = exchange(build(schedule, len(meshes), len(microbatches), per_stage if per_stage > 1 else None))
-    if any(part.kind in "IW" for actions in program.actions for action in actions for part in parts(action)):
-        raise UsageError(f"{schedule}: {_WHOLE_BACKWARD}")
     own = next(at for at in range(len(sizes)) if comm.rank < sum(sizes[: at + 1]))
     ranks = comm.split(own)
     leads = comm.split(0 if comm.rank == sum(sizes[:own]) else None)
@@ -185,7 +185,10 @@ def stage(
 def _follow(actions: Sequence[Action], chunks: Mapping[int, PlacedChunk]) -> None:
     """The passes of a list, by a rank that its stage's first one gives what it was sent."""
     for part in (part for action in actions for part in parts(action)):
+        chunk, place = chunks[part.chunk], (part.microbatch, part.slice)
         if part.kind == "F":
-            chunks[part.chunk].forward(part.microbatch, part.slice, None, keeps=True)
+            chunk.forward(*place, None, keeps=True)
+        elif part.kind == "W":
+            chunk.weights(*place)
         else:
-            chunks[part.chunk].backward(part.microbatch, part.slice, None, splits=False)
+            chunk.backward(*place, None, splits=part.kind == "I")

@@ -17,11 +17,11 @@ MOST_BYTES = 1 << 18
 of a CPU, and less than one on GPUs."""
 
 
-def combined(graph: Graph, results: int) -> Graph:
-    """A rank's program with its gradients' small sums in one exchange per axis; `results`: outputs that are none."""
+def combined(graph: Graph, results: int, gradients: int) -> Graph:
+    """A rank's program with small sums of its parameters' gradients, which follow results, in one exchange per axis."""
     readers = users(graph.nodes())
     together: dict[tuple[str, str], list[Node]] = {}
-    for node in dict.fromkeys(graph.outputs[results:]):
+    for node in dict.fromkeys(graph.outputs[results : results + gradients]):
         if node.op != "all_reduce" or readers.get(node) or node in graph.outputs[:results]:
             continue
         if math.prod(whole_shape(node)) * DTYPE_BYTES.get(node.dtype, 4) <= MOST_BYTES:
