@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tilemesh.cli.main import main
 from tilemesh.comm.connection import run_threads
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.plan import ParallelPlan
 from tilemesh.runs.folder import new_run
 from tilemesh.runs.kind import MODULE
 from tilemesh.train import load_config
@@ -66,7 +68,7 @@ def trained(config: TrainConfig, folder: Path, stop_after: int | None = None, re
     """Whole weights and buffers after it."""
     if not resume:
         new_run(MODULE, config.to_toml(), folder)
-    assert of_run(folder).changed(plan={"dp": 1, "tp": 1}) == config.changed(plan={"dp": 1, "tp": 1})
+    assert dataclasses.replace(of_run(folder), plan=ParallelPlan()) == dataclasses.replace(config, plan=ParallelPlan())
 
     def rank(comm: Communicator) -> None:
         train_here(config, folder, comm, stop_after=stop_after, resume=resume)
@@ -138,7 +140,7 @@ def test_a_run_of_one_rank_from_python(tmp_path: Path) -> None:
         (["optimizer.name=muon"], {}, "makes whole matrices of layers orthogonal"),
         (["module.choose=fastest"], {}, "fastest"),
         (["module.pins=[\"x\"]"], {}, "expected NAME=AXIS:PLACEMENT"),
-        ([], {"mesh": "pp=2"}, "pp is neither"),
+        ([], {"mesh": "cp=2"}, "cp is none of these"),
         ([], {"init": "somewhere"}, "is of Transformers"),
         ([], {"ranks": 3, "mesh": "dp=2"}, "make them agree"),
     ],
@@ -184,3 +186,84 @@ def test_choosers_place_what_is_trained_and_need_a_measured_machine(
         torch.testing.assert_close(chosen[name], value, atol=1e-10, rtol=1e-10, msg=name)
     predicted = json.loads((tmp_path / "chosen" / "predicted.json").read_text())
     assert predicted["step_time_s"] > 0
+
+
+ROW = """
+import torch
+from torch import nn
+
+
+class Ending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x, y):
+        return nn.functional.cross_entropy(self.head(x), y)
+
+
+def batch(step):
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    return {"x": x, "y": x[:, :4].argmax(1)}
+
+
+def make():
+    row = [nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 6)) for _ in range(3)] + [Ending()]
+    generator = torch.Generator().manual_seed(0)
+    for parameter in nn.ModuleList(row).double().parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 3
+    return row, batch, [batch(1001), batch(1002)]
+
+
+def one():
+    row, *others = make()
+    return row[0], *others
+"""
+
+
+def staged(tmp_path: Path, mesh: str, *sets: str, function: str = "make") -> TrainConfig:
+    file = tmp_path / "program.py"
+    file.write_text(ROW)
+    pins = ("x=dp:S0", "y=dp:S0", "chunks.[012].0.*=tp:S0")
+    usual = [
+        f"train.steps={STEPS}",
+        "optimizer.lr=0.01",
+        "optimizer.clip=0.5",
+        "evaluate.every=2",
+        "checkpoint.every=2",
+    ]
+    return load_config(f"{file}:{function}", mesh=mesh, pins=pins, sets=[*usual, "train.trace_steps=0", *sets])
+
+
+def test_modules_in_a_row_train_on_stages_and_go_on_on_others(tmp_path: Path) -> None:
+    want = plain(staged(tmp_path, "tp=1"), tmp_path)
+    four = ("plan.accumulation=4",)
+    whole = trained(staged(tmp_path, "pp=2,dp=2", *four, "plan.schedule=zb-h1"), tmp_path / "run")
+    first = trained(staged(tmp_path, "pp=2,tp=2", *four), tmp_path / "cut", stop_after=2)
+    sets = ("plan.schedule=interleaved", "plan.interleave=2")
+    trained(staged(tmp_path, "pp=2", *four, *sets), tmp_path / "cut", stop_after=3, resume=True)
+    then = trained(staged(tmp_path, "dp=2"), tmp_path / "cut", resume=True)
+    for name, value in want.items():
+        torch.testing.assert_close(whole[name], value, atol=1e-10, rtol=1e-10, msg=name)
+        torch.testing.assert_close(then[name], value, atol=1e-10, rtol=1e-10, msg=name)
+    assert not torch.equal(first["chunks.3.head.weight"], then["chunks.3.head.weight"])
+    summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("run", "cut")]
+    assert summaries[0]["held_out"] == pytest.approx(summaries[1]["held_out"], abs=1e-10)
+    assert summaries[0]["module"]["placements"].keys() == want.keys()
+    assert summaries[0]["parameters"] == sum(value.numel() for value in want.values())
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sets", "function", "message"),
+    [
+        ("pp=2", (), "one", "returns one module: return a list of modules"),
+        ("pp=3", (), "make", "4 modules on"),
+        ("pp=2", ("plan.accumulation=3",), "make", "tensors of 8 rows cannot be cut into 3 microbatches"),
+    ],
+)
+def test_what_no_stages_can_train_is_refused(
+    tmp_path: Path, mesh: str, sets: tuple[str, ...], function: str, message: str
+) -> None:
+    config = staged(tmp_path, mesh, *sets, function=function)
+    with pytest.raises(UsageError, match=message):
+        trained(config, tmp_path / "run")

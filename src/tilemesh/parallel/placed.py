@@ -255,6 +255,7 @@ class PlacedModule(nn.Module):
         self._load(own, root=0)
         self.generator = torch.Generator(call.tensors[0].device)
         self.generator.manual_seed(int(tell(mesh.comm, str(torch.initial_seed()))))
+        self.generators = [self.generator]
         self.programs = {self._key(call): PlacedProgram(joint, mesh, self.generator)}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -356,12 +357,21 @@ class PlacedModule(nn.Module):
                 parameter.grad.mul_(min(1.0, most / (norm + 1e-6)))
         return norm
 
-    @torch.no_grad()
     def gradient_norm(self) -> float:
         """Over the whole module (a collective call)."""
-        held = [(self.shards[name], p.grad) for name, p in self.named_parameters() if p.grad is not None]
-        squares = sum((grad.double().square().sum() / mine.copies for mine, grad in held), torch.zeros(()).double())
-        return math.sqrt(self.mesh.comm.all_reduce(squares.reshape(1).cpu()))
+        return gradient_norm(self, self.shards, self.mesh.comm)
+
+    def placements(self) -> dict[str, str]:
+        """Of parameters, as pins say it."""
+        return {name: cut_words(self.shards[name]) for name, _ in self.named_parameters()}
+
+
+@torch.no_grad()
+def gradient_norm(module: nn.Module, shards: Mapping[str, Shard], comm: Communicator) -> float:
+    """Over all that ranks have of a module (a collective call)."""
+    held = [(shards[name], p.grad) for name, p in module.named_parameters() if p.grad is not None]
+    squares = sum((grad.double().square().sum() / mine.copies for mine, grad in held), torch.zeros(()).double())
+    return math.sqrt(comm.all_reduce(squares.reshape(1).cpu()))
 
 
 def cut_words(mine: Shard) -> str:

@@ -29,12 +29,31 @@ from tilemesh.graph.by_torch import dtype_of
 from tilemesh.graph.size import numbers
 from tilemesh.parallel.agree import tell
 from tilemesh.parallel.mesh import Mesh
-from tilemesh.parallel.placed import Pins, PlacedModule, place
+from tilemesh.parallel.placed import Pins, PlacedJoint, PlacedModule, place
 from tilemesh.parallel.run import StepRunner
 from tilemesh.parallel.whole import handed_around
 
 Microbatch = tuple[Sequence[Tensor], Sequence[Tensor]]
 """What the first module is called with, and what the last one is called with besides."""
+Joints = Callable[[nn.Module, Mesh, Pins, Sequence[Tensor]], PlacedJoint | None]
+"""Where all tensors of a module lie that is called so, on a stage's mesh; None: they follow from the pins."""
+
+
+class Chained(nn.Module):
+    """Modules in a row, by their numbers: the first is called with the first input, the last with what the one before
+    gives and all other inputs."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.chunks = nn.ModuleDict(modules)
+
+    def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor:
+        x, *more = (*inputs, *named.values())
+        *before, last = self.chunks.values()
+        for module in before:
+            x = module(x)
+        result: Tensor = last(x, *more)
+        return result
 
 
 @dataclass
@@ -124,6 +143,18 @@ class StagedModule(nn.Module):
         shared = self.comm.broadcast(mean.double().reshape(1), root=self.leads[-1])
         return torch.as_tensor(shared).reshape(())
 
+    @torch.no_grad()
+    def evaluate(self, first: Sequence[Tensor], more: Sequence[Tensor]) -> Tensor:
+        """The loss of a forward pass, on every rank (a collective call)."""
+        entering = first
+        for number, lead in enumerate(self.leads):
+            result = None
+            if number in self.passers:
+                chunk = self.passers[number]
+                result = {"x": chunk.placed(*entering, *(more if chunk.is_last else ()))}
+            entering = [dict(handed_around(self.comm, result if self.comm.rank == lead else None, lead))["x"]]
+        return entering[0]
+
     def gather(self) -> dict[str, Tensor] | None:
         """Whole tensors on rank 0, None on the others (a collective call): by chunk and name, as `1.weight`."""
         wholes: dict[str, Tensor] = {}
@@ -142,6 +173,7 @@ def stage(
     *,
     pins: Sequence[Pins] = (),
     schedule: str = "1f1b",
+    joints: Joints = lambda *of: None,
 ) -> StagedModule:
     """Modules on the stages of a pipeline (a collective call): each but the first is called with what the one before
     gives, one tensor, and the last, with what a microbatch has for it besides, gives the loss.
@@ -168,7 +200,8 @@ def stage(
         is_last, words = number == len(modules) - 1, ""
         if stages[number] == own:
             called = [*example, *(microbatches[0][1] if is_last else ())]
-            placed = place(module, mesh, pins[number] if pins else MappingProxyType({}), called)
+            own_pins: Pins = pins[number] if pins else MappingProxyType({})
+            placed = place(module, mesh, own_pins, called, joint=joints(module, mesh, own_pins, called))
             trace = next(iter(placed.programs.values())).trace
             [given, *others] = trace.graph.outputs[: trace.results]
             if others:

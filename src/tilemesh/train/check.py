@@ -105,8 +105,8 @@ def _check_module(config: TrainConfig) -> None:
     assert isinstance(config, ModuleRun)
     if config.unused:
         raise UsageError(
-            f"{config.unused[0]} says nothing of a run that trains a module of yours: of the plan dp and tp count, of "
-            "train the steps, seed, device and times; leave it out"
+            f"{config.unused[0]} says nothing of a run that trains a module of yours: of the plan dp, tp, pp and a "
+            "pipeline's order count, of train the steps, seed, device and times; leave it out"
         )
     path, _, name = config.module.program.rpartition(":")
     if not path or not name:

@@ -307,8 +307,8 @@ class ModuleConfig:
 
 @dataclass(frozen=True)
 class ModuleRun(TrainConfig):
-    """A run that trains any module of torch, placed on the plan's dp and tp. Sections of text and of Transformers say
-    nothing in it: they are neither written down nor taken."""
+    """A run that trains any module of torch, placed on the plan's dp, tp and pp. Sections of text and of Transformers
+    say nothing in it: they are neither written down nor taken."""
 
     model: ModelConfig = field(default_factory=lambda: ModelConfig(1, 1, 1, 256, 1))
     train: LoopConfig = field(default_factory=lambda: LoopConfig(batch=1, context=1))
@@ -319,7 +319,7 @@ class ModuleRun(TrainConfig):
         "module": (),
         "train": ("steps", "seed", "deterministic", "device", "timeout_s", "max_time_s", "trace_steps"),
         "optimizer": (),
-        "plan": ("dp", "tp"),
+        "plan": ("dp", "tp", "pp", "accumulation", "schedule", "interleave"),
         "checkpoint": (),
         "evaluate": ("every", "patience", "min_improvement"),
         "log": (),

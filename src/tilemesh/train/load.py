@@ -199,6 +199,9 @@ def _refuse_for_module(**arguments: str | Path | None) -> None:
             raise UsageError(Argument(argument), " is of Transformers: leave it out where a module of yours is trained")
 
 
+MODULE_AXES = ("dp", "tp", "pp")
+
+
 def _load_module(
     start: ModuleRun, sets: Sequence[str], mesh: str | None, ranks: int | None, pins: Sequence[str], choose: str | None
 ) -> TrainConfig:
@@ -206,13 +209,15 @@ def _load_module(
     changes: dict[str, Any] = {"program": _absolute(config.module.program)}
     changes |= ({"pins": tuple(pins)} if pins else {}) | ({} if choose is None else {"choose": choose})
     config = dataclasses.replace(config, module=dataclasses.replace(config.module, **changes))
-    axes = {"dp": 1, "tp": 1} if mesh is not None else {}
+    axes = dict.fromkeys(MODULE_AXES, 1) if mesh is not None else {}
     for axis, size in () if mesh is None else _axes(mesh).items():
-        if axis not in ("dp", "tp") and size > 1:
-            raise UsageError(_MESH, f" {mesh}: a module of yours is placed on dp and tp, and {axis} is neither")
-        axes |= {axis: size} if axis in ("dp", "tp") else {}
+        if axis not in axes and size > 1:
+            raise UsageError(
+                _MESH, f" {mesh}: a module of yours is placed on {', '.join(axes)}, and {axis} is none of these"
+            )
+        axes |= {axis: size} if axis in axes else {}
     if mesh is None and ranks is not None and config.plan.world != ranks:
-        axes = {"dp": ranks, "tp": 1}
+        axes = dict.fromkeys(MODULE_AXES, 1) | {"dp": ranks}
     moved = config.changed(plan=axes)
     if ranks is not None and moved.plan.world != ranks:
         raise UsageError(_RANKS, f" is {ranks} and the mesh has {moved.plan.world}: make them agree")

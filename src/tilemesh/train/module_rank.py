@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.config import to_dict
@@ -28,7 +27,8 @@ from tilemesh.model.dropout import fold_seed
 from tilemesh.parallel.agree import agree
 from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Mesh
-from tilemesh.parallel.placed import cut_words, place_call
+from tilemesh.parallel.placed import Pins, PlacedJoint, PlacedModule, place_call
+from tilemesh.parallel.staged import Chained
 from tilemesh.plan.local import local_machine
 from tilemesh.plan.place.cost import MeshCost
 from tilemesh.runs.folder import write_prediction
@@ -36,6 +36,7 @@ from tilemesh.runs.kind import MODULE, Kind
 from tilemesh.train import rank
 from tilemesh.train.config import ModuleRun, TrainConfig
 from tilemesh.train.lessons import Lessons
+from tilemesh.train.module_stages import StagedCall, by_place
 from tilemesh.train.placed_step import lay_placed, step_figures
 from tilemesh.train.programs import read_program
 from tilemesh.train.record import Recorder
@@ -89,30 +90,44 @@ class ModuleLessons(Lessons):
         model = self.program.module.to(device).train()
         example = _on(self.first, device)
         pins = dict(pin.rpartition("=")[::2] for pin in self.module.pins)
-        cost = _cost(mesh, device)
-        joint = None
-        if self.module.choose is not None:
+        ranks = mesh.comm.size
+        placed: PlacedModule | StagedCall
+
+        def joint(module: nn.Module, mesh: Mesh, pins: Pins, call: ModuleCall) -> PlacedJoint | None:
+            if self.module.choose is None:
+                return None
             from tilemesh.parallel.choose.joint import choose_joint  # late: solvers
 
-            if isinstance(cost, str):
+            if isinstance(cost := _cost(mesh, ranks, device), str):
                 raise UsageError(f"module.choose is {self.module.choose} and nothing is known of this machine: {cost}")
-            joint = choose_joint(
-                trace_joint(model, example), mesh.shape, cost, self.module.choose, cost.device.usable_bytes, pins,
-                comm=mesh.comm,
+            trace, most = trace_joint(module, call), cost.device.usable_bytes
+            return choose_joint(trace, mesh.shape, cost, self.module.choose, most, pins, comm=mesh.comm)
+
+        if mesh.pp.size == 1:
+            placed = place_call(model, mesh, pins, example, joint=joint(model, mesh, pins, example))
+        else:
+            if not isinstance(model, Chained):
+                raise UsageError(
+                    f"plan.pp is {mesh.pp.size} and {self.module.program} returns one module: return a list of "
+                    "modules, each called with what the one before gives, the last with the rest of a batch besides"
+                )
+            placed = StagedCall(
+                model, mesh, self.config.plan, by_place(pins, example.names, model), example.tensors,
+                lambda module, mesh, pins, tensors: joint(module, mesh, pins, ModuleCall.of(tensors, {})),
             )  # fmt: skip
-        self.placed = place_call(model, mesh, pins, example, joint=joint)
-        self.predict(cost, mesh.comm)
-        return lay_placed(self.placed, self.config.plan)
+        self.placed = placed
+        self.predict(_cost(mesh, ranks, device), mesh.comm)
+        names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+        return lay_placed(placed, self.config.plan, names)
 
     def predict(self, cost: MeshCost | str, comm: Communicator) -> None:
         """What its step is expected to take, before the first is made."""
-        if comm.rank:
-            return
         predicted: dict[str, Any] = {"missing": cost} if isinstance(cost, str) else {}
         if not isinstance(cost, str):
             figures = step_figures(self.placed, cost)
             predicted = {"step_time_s": figures.seconds, "sent_bytes": figures.sent_bytes, "limit_s": figures.limit_s}
-        write_prediction(self.folder, {**stamp(), **predicted})
+        if comm.rank == 0:
+            write_prediction(self.folder, {**stamp(), **predicted})
 
     def source(self, laid: Laid, recorder: Recorder, seat: Seat | None) -> Source:
         return ModuleBatches(self, next(laid.module.parameters()).device, recorder)
@@ -122,7 +137,9 @@ class ModuleLessons(Lessons):
 
         def loss(*tensors: Tensor) -> tuple[Tensor, Tensor]:
             if self.placed.training:  # dropout's numbers follow from the step's, so that a run can go on
-                self.placed.generator.manual_seed(fold_seed(self.config.train.seed, source.recorder.step))
+                seed = fold_seed(self.config.train.seed, source.recorder.step)
+                for generator in self.placed.generators:
+                    generator.manual_seed(seed)
             args, kwargs = self.first.arguments(tensors)
             return self._loss(self.placed(*args, **kwargs)), torch.ones(())
 
@@ -144,10 +161,14 @@ class ModuleLessons(Lessons):
         return loss.reshape(())
 
     def words(self) -> str:
-        weights = sum(math.prod(self.placed.shards[name].whole) for name, _ in self.placed.named_parameters())
+        weights = self._weights
         own = sum(parameter.numel() for parameter in self.placed.parameters())
         name, steps = type(self.program.module).__name__, self.config.train.steps
         return f"{self.module.program}: {name}, {weights:,} parameters, {own:,} of them here; {steps} steps"
+
+    @property
+    def _weights(self) -> int:
+        return sum(parameter.numel() for parameter in self.program.module.parameters())
 
     def notes(self) -> str:
         return ""
@@ -156,13 +177,12 @@ class ModuleLessons(Lessons):
         return None
 
     def figures(self) -> dict[str, Any]:
-        parameters = dict(self.placed.named_parameters())
-        lies = {name: cut_words(self.placed.shards[name]) for name in parameters}
+        plan = self.config.plan
         return {
-            "module": {**to_dict(self.module), "placements": lies},
+            "module": {**to_dict(self.module), "placements": self.placed.placements()},
             "model": type(self.program.module).__name__,
-            "plan": {"dp": self.config.plan.dp, "tp": self.config.plan.tp},
-            "parameters": sum(math.prod(self.placed.shards[name].whole) for name in parameters),
+            "plan": {"dp": plan.dp, "tp": plan.tp} | ({"pp": plan.pp} if plan.pp > 1 else {}),
+            "parameters": self._weights,
         }
 
 
@@ -202,14 +222,15 @@ class ModuleBatches(Source):
         return
 
 
-def _cost(mesh: Mesh, device: torch.device) -> MeshCost | str:
-    """Of this machine as it was measured; or why there is none."""
-    ranks = mesh.comm.size
+def _cost(mesh: Mesh, ranks: int, device: torch.device) -> MeshCost | str:
+    """Of this machine with so many ranks, as it was measured; or why there is none."""
     try:
         here = local_machine(f"{ranks}xlocal" + ("" if device.type == "cuda" else "-cpu"), this_machine())
     except UsageError as error:
         return str(error)
-    return MeshCost(tuple((axis, size) for axis, size in mesh.shape if size > 1), here.cluster, here.rates)
+    return MeshCost(
+        tuple((axis, size) for axis, size in mesh.shape if size > 1 and axis != "pp"), here.cluster, here.rates
+    )
 
 
 def _on(call: ModuleCall, device: torch.device) -> ModuleCall:

@@ -6,7 +6,7 @@ pass but the norm. Buffers that the module changes are kept as weights are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,7 @@ from tilemesh.parallel.shard import trained
 from tilemesh.parallel.tensor import Seams
 from tilemesh.plan.place.cost import MeshCost
 from tilemesh.runs.manifest import WEIGHT
+from tilemesh.train.module_stages import StagedCall
 
 UPDATE_WORDS = 7
 """That AdamW reads and writes of a parameter: it, its gradient and two moments, and three of them again."""
@@ -30,7 +31,7 @@ UPDATE_WORDS = 7
 class PlacedGradients(Gradients):
     """Of a loss that is the mean over the batch already, the same on every rank."""
 
-    def __init__(self, placed: PlacedModule) -> None:
+    def __init__(self, placed: PlacedModule | StagedCall) -> None:
         self.placed, self.stepped = placed, trained(placed, placed.shards)
         self.loss = 0.0
 
@@ -40,7 +41,8 @@ class PlacedGradients(Gradients):
 
     def backward(self, loss_sum: Tensor, count: Tensor | int, *, last: bool = True, scale: float = 1.0) -> None:
         self.loss = float(loss_sum.detach())
-        torch.autograd.backward(loss_sum)
+        if loss_sum.requires_grad:  # stages have made both passes
+            torch.autograd.backward(loss_sum)
 
     def finish(self, max_norm: float | None = None, *, divide: bool = True) -> GradientStep:
         for mine in self.stepped.values():
@@ -72,8 +74,9 @@ class PlacedGradients(Gradients):
         yield from ((name, value) for name, value in self.placed.named_parameters() if name not in self.stepped)
 
 
-def lay_placed(placed: PlacedModule, plan: ParallelPlan) -> Laid:
-    return Laid(placed, placed.mesh, plan, placed.shards, Seams(placed.mesh.tp.comm), PlacedGradients(placed))
+def lay_placed(placed: PlacedModule | StagedCall, plan: ParallelPlan, names: Iterable[str]) -> Laid:
+    """`names`: of all parameters, wherever they lie."""
+    return Laid(placed, placed.mesh, plan, placed.shards, Seams(placed.mesh.tp.comm), PlacedGradients(placed), names)
 
 
 @dataclass(frozen=True)
@@ -85,9 +88,13 @@ class ProgramFigures:
     limit_s: float
 
 
-def step_figures(placed: PlacedModule, cost: MeshCost) -> ProgramFigures:
+def step_figures(placed: PlacedModule | StagedCall, cost: MeshCost) -> ProgramFigures:
     """Of the programs that are run for the first kind of call, and AdamW's update."""
-    program = next(iter(placed.programs.values()))
-    seconds, sent = cost.of_program(program.local)
+    if isinstance(placed, StagedCall):
+        (seconds, sent), modules = placed.figures(cost), placed.placed
+    else:
+        (seconds, sent), modules = cost.of_program(next(iter(placed.programs.values())).local), (placed,)
+    graphs = [next(iter(each.programs.values())).trace.graph for each in modules]
     updated = UPDATE_WORDS * sum(p.numel() * p.element_size() for p in placed.parameters() if p.requires_grad)
-    return ProgramFigures(seconds + cost.pass_s(MemoryPass("update", updated)), sent, cost.least_s(program.trace.graph))
+    seconds += cost.pass_s(MemoryPass("update", updated))
+    return ProgramFigures(seconds, sent, sum(map(cost.least_s, graphs)))

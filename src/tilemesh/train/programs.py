@@ -35,13 +35,26 @@ def read_program(program: str) -> UserProgram:
         returned = make()
     except (Exception, SystemExit) as error:
         raise RunError(f"{name} of {path} fails: {type(error).__name__}: {error}") from error
-    if not isinstance(returned, tuple) or len(returned) not in (2, 3) or not callable(returned[0]):
+    if not isinstance(returned, tuple) or len(returned) not in (2, 3) or not _is_module(returned[0]):
         kind = type(returned).__name__
         raise UsageError(f"{name} of {path} returned {kind}; return a model and a list of its inputs")
-    read = UserProgram(*returned)
+    read = UserProgram(_in_a_row(returned[0]), *returned[1:])
     if not (callable(read.calls) or isinstance(read.calls, list | tuple | Mapping)):
         raise UsageError(f"the inputs from {name} of {path} are {type(read.calls).__name__}; return a list of tensors")
     return read
+
+
+def _is_module(module: Any) -> bool:
+    return all(map(callable, module)) and len(module) > 0 if isinstance(module, list) else callable(module)
+
+
+def _in_a_row(module: Any) -> Any:
+    """A list of modules as one that calls them in turn."""
+    if not isinstance(module, list):
+        return module
+    from tilemesh.parallel.staged import Chained
+
+    return Chained({str(number): each for number, each in enumerate(module)})
 
 
 def load_program(program: str) -> tuple[Any, list[Any]]:

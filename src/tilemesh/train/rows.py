@@ -116,12 +116,13 @@ def rows(summary: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
 def module_rows(summary: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
     """Step time, bytes that a rank sends in a step and peak memory of a run that trains a module."""
     plan, step = summary["plan"], summary["step_time_s"] and Sample(**summary["step_time_s"])
-    case = {"dp": plan["dp"], "tp": plan["tp"], "ranks": summary["world"], "cores": summary["cores"]}
+    case = {**plan, "ranks": summary["world"], "cores": summary["cores"]}
     exchanges = [(plan[axis], *each) for axis in ("dp", "tp") for each in summary["exchanges"].get(axis, {}).items()]
     sent = sum(sent_share(name, ranks) * nbytes for ranks, name, nbytes in exchanges)
+    counted = None if "pp" in plan else Sample.of([sent])  # a stage's own communicators are none of the mesh's
     figures = (
         ("step time", "s", "step_time_s", step, predicted.get("limit_s")),
-        ("sent per rank", "B", "sent_bytes", Sample.of([sent]), None),
+        ("sent per rank", "B", "sent_bytes", counted, None),
         ("peak memory per rank", "B", "memory_bytes", _grown(summary), None),
     )
     why = {"predicted": str(predicted.get("missing", "it is not predicted of a module")), "measured": _NO_STEP}
@@ -131,6 +132,8 @@ def module_rows(summary: Mapping[str, Any], predicted: Mapping[str, Any]) -> lis
         guess = predicted.get(key)
         values = {"predicted": guess, "measured": measured, "limit": limit}
         missing = {column: words for column, words in why.items() if values.get(column) is None}
+        if key == "sent_bytes" and measured is None:
+            missing["measured"] = "what ranks of a stage exchange is not counted"
         return Row(
             name=name, case=case, unit=unit, predicted=guess, measured=measured, limit=limit, missing=missing, **stamp()
         )
