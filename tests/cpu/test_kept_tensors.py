@@ -61,6 +61,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "groups": LLAMA
     | {"experts": 6, "router_scores": "sigmoid", "router_scale": 2.5, "router_groups": 3, "router_groups_per_token": 2},
     "qwen2_moe": LLAMA | SHARED,
+    "capacity for all": LLAMA | SHARED | {"expert_capacity": 8.0},
     "some layers without experts": LLAMA | SHARED | {"dense_layers": (0, 2), "dense_width": 40},
     "shared alone": LLAMA | SHARED | {"shared_gate": False, "experts_per_token": 1, "router_renormalized": True},
 }
