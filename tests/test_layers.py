@@ -76,7 +76,7 @@ STRICTER = {
 }
 # The most lines that a room may have: raised only in the commit that adds a named capability. `make size` prints them.
 MOST_LINES = {
-    "core": 8_809,
+    "core": 8_812,
     "measure": 3_052,
     "launch": 2_140,
     "runs": 2_173,

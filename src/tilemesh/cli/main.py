@@ -24,6 +24,7 @@ import typer
 import tilemesh
 from tilemesh.cli import commands
 from tilemesh.cli.typed import typed
+from tilemesh.core.advice import TYPED
 from tilemesh.core.errors import RunError, UsageError, unknown
 from tilemesh.core.exhausted import out_of_memory, try_imports
 
@@ -111,6 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             del os.environ[name]
     try_imports()
     arguments, debug = take_debug(list(sys.argv[1:] if argv is None else argv))
+    TYPED.set(arguments)
     try:
         completes = "_TILEMESH_COMPLETE" in os.environ  # a shell asks for the words that may follow
         line = redirected(arguments)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilemesh.core.advice import NextCommand
+from tilemesh.core.advice import TYPED, NextCommand
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.toml import toml_value
 from tilemesh.model.families.book import CONFIG
@@ -26,7 +25,7 @@ _EQUAL_NATS = 0.01
 
 def again(words: str) -> NextCommand:
     """What was typed, with more words."""
-    return NextCommand(shlex.join([*sys.argv[1:], *words.split()]).encode(errors="backslashreplace").decode())
+    return NextCommand(shlex.join([*TYPED.get(), *words.split()]).encode(errors="backslashreplace").decode())
 
 
 def after_layout(config: TrainConfig, words: Callable[[list[str]], str], otherwise: str) -> NextCommand:

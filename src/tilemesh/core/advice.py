@@ -6,11 +6,14 @@ what acts on it, never what a change would bring.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from tilemesh.core.units import format_bytes, format_seconds
 
+TYPED: ContextVar[Sequence[str]] = ContextVar("typed words", default=())
+"""The words after `tilemesh` of the command that runs here."""
 LEAST = 0.005
 """Of a step: below this there is nothing to speak of."""
 _WORTH_IT = 0.1  # of a step: where the limit is not known, waiting beyond this is named before compute

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +12,7 @@ from tilemesh.cli.models import MODEL_WORDS, load_model
 from tilemesh.cli.next_command import again
 from tilemesh.cli.output import Block, Output, show
 from tilemesh.cli.targets import check_targets
-from tilemesh.core.advice import NextCommand
+from tilemesh.core.advice import TYPED, NextCommand
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.options import Known, OutFile, OutFolder, argument, option, refuse
 from tilemesh.core.ranges import Range
@@ -285,7 +284,7 @@ def _model_items(options: TrainPlanOptions, name: str, model: ModelConfig) -> li
 
 def origin() -> dict[str, Any]:
     """What made the figures: the version and the command."""
-    command = shlex.join(["tilemesh", *sys.argv[1:]]).encode(errors="backslashreplace").decode()  # names may be bytes
+    command = shlex.join(["tilemesh", *TYPED.get()]).encode(errors="backslashreplace").decode()  # names may be bytes
     return {"versions": {"tilemesh": tilemesh.__version__}, "command": command}
 
 
