@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 
 @pytest.fixture(autouse=True)
 def _traced_through() -> Any:
-    with torch._dynamo.config.patch(allow_rnn=True):
+    with torch._dynamo.config.patch(allow_rnn=True), torch.backends.mkldnn.flags(enabled=True):
         yield
 
 

@@ -21,7 +21,7 @@ CLOSE = 0.1
 
 def layout(words: str, sequences: int) -> ParallelPlan:
     """As the page's first column names it."""
-    sizes = {name: int(size) for name, size in re.findall(r"(dp|tp|pp|cp|ep) (\d+)", words)}
+    sizes = {name: int(size) for name, size in re.findall(r"\b(dp|tp|pp|cp|ep|expert_tp) (\d+)", words)}
     zero = re.search(r"ZeRO-(\d)", words)
     more: dict[str, Any] = {"zero": int(zero[1]) if zero else 0, "sequence_parallel": sizes.get("tp", 1) > 1}
     way = re.search(r" by (\S+),", words)

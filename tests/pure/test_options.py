@@ -96,7 +96,7 @@ def test_a_new_command_is_one_file(dice: Path, capsys: pytest.CaptureFixture[str
     assert all(word in said for word in ("NAME", "--rolls N", "--no-fair", "--out FILE", "[default: 6]"))
     assert main(["dice", "me", "--rolls", "2", "--out", "sides.txt"]) == 0
     sides = (dice / "sides.txt").read_text()
-    assert capsys.readouterr().out == f"me: {sides}\nout: sides.txt\n"
+    assert capsys.readouterr().out == f"me: {sides}\nwritten: sides.txt\n"
     assert main(["dice", "me", "--rolls", "2", "--json", "-"]) == 0
     said = capsys.readouterr()
     assert [json.loads(line) for line in said.out.splitlines()] == [{"roll": int(side)} for side in sides.split()]

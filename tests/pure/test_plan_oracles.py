@@ -39,7 +39,7 @@ MOE = dataclasses.replace(
     CUDNN,
     host_s={
         "llama-fused-passes-layer": HOST_LAYER_S, "llama-fused-passes": _NONE, "llama-fused-update-layer": _NONE,
-        "llama-fused-update": _NONE,
+        "llama-fused-update": _NONE, "exchange-call": _NONE,  # they are in the layer's
     },
 )  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -168,8 +169,10 @@ class FeedbackLessons(Lessons):
         return {"algorithm": self.align.algorithm, "task": self.align.task, "drawing": drawing}
 
     def close(self) -> None:
-        while self._closing:
-            self._closing.pop()()
+        with ExitStack() as stack:  # the others close though one fails
+            for closing in self._closing:
+                stack.callback(closing)
+            self._closing.clear()
 
 
 def lessons_of(folder: Path, link: Communicator | None = None) -> Callable[[TrainConfig], FeedbackLessons]:

@@ -132,7 +132,8 @@ class FewRows(DenseMatrix):
         weight = layer.weight
         has_function = x.device == weight.device == _CPU and library(weight.dtype) is not None
         if not has_function or x.requires_grad or not 0 < x.numel() <= MOST_ROWS * x.shape[-1]:
-            dtype = weight.dtype if multiplies_bfloat16() else torch.float32
+            is_widened = weight.dtype == torch.bfloat16 and not multiplies_bfloat16()
+            dtype = torch.float32 if is_widened else weight.dtype
             bias = None if bias is None else bias.to(dtype)
             return functional.linear(x.to(dtype), weight.to(dtype), bias).to(x.dtype)
         y_RN = few_product(x.reshape(-1, x.shape[-1]).float(), weight, bias)

@@ -466,7 +466,7 @@ def host_step_s(
         update_s = measured[f"{name}-update-layer"] * layers + measured[f"{name}-update"]
     except KeyError:
         return 0.0
-    return microbatches * passes_s + update_s + exchanges * constants.EXCHANGE_HOST_S
+    return microbatches * passes_s + update_s + exchanges * measured.get("exchange-call", constants.EXCHANGE_HOST_S)
 
 
 def kind_of(model: ModelConfig) -> str:
