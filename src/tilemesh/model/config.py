@@ -167,7 +167,7 @@ class ModelConfig:
     tokens that picked it times its mean probability (as DeepSeek-V3 has it, sequence by sequence; 0.001 is usual)."""
     router_z_loss: Annotated[float, Range(0)] = 0.0
     """In training, the weight of the squared logarithm of the sum of the exponentials of a router's scores, in every
-    layer with experts (ST-MoE; 0.001 is usual)."""
+    layer with experts (ST-MoE; 0.001 is usual); of sigmoids, of the sum of these."""
     expert_capacity: Annotated[float, Range(0)] = 0.0
     """In training, the most that an expert takes of a sequence over what would be even: of each sequence at most
     expert_capacity x tokens x experts_per_token / experts picks, rounded up, those of the earliest tokens; what is
@@ -469,11 +469,12 @@ def before_experts(model: ModelConfig) -> ModelConfig:
     reasons = ["model.router_renormalized=true"] * (not model.router_renormalized)
     reasons += ["model.router_scale=1"] * (model.router_scale != 1)
     reasons += ["model.shared_width=0"] * bool(model.shared_width)
+    reasons += ["model.expert_capacity=0"] * (model.expert_capacity > 0)
     reasons += ["model.dense_width=0"] * (model.dense_width not in (0, model.mlp_width))
     if reasons:
         raise UsageError(
             "experts that begin as copies of an MLP give what it gives where the weights of a token's experts add up "
-            f"to 1 and all MLPs are as wide: set {', '.join(reasons)}"
+            f"to 1, none is dropped and all MLPs are as wide: set {', '.join(reasons)}"
         )
     return _dense(model)
 

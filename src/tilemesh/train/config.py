@@ -114,7 +114,8 @@ class LoopConfig:
     `--max-time 2h` sets it."""
     force_balance: bool = False
     """Whether tokens go to experts in turn, whatever routers say: to measure speed without the imbalance of a router
-    that is not trained yet. The rows of such a run say so; its loss means little."""
+    that is not trained yet. The rows of such a run say so; its loss means little, and is another on ranks that cut
+    a sequence or share out tokens otherwise: which token is whose turn is counted by rank."""
     trace_steps: CountOrNone = 20
     """Steps that are traced, the first ones of each start; 0: none."""
 

@@ -19,7 +19,7 @@ from tilemesh.kernels.matmul.cost import product_cost
 from tilemesh.kernels.softmax import cost as softmax
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.exchanges import Exchange, embedding_exchanges, head_exchanges, layer_exchanges
-from tilemesh.model.work.kept import Kept, kept_for_weights, kept_tensors, loss_tensors
+from tilemesh.model.work.kept import Kept, kept_for_weights, kept_tensors, loss_tensors, scores_in_memory
 from tilemesh.model.work.passes import (
     MemoryPass,
     embedding_passes,
@@ -211,7 +211,7 @@ def _attention(model: ModelConfig, task: Task) -> tuple[tuple[Operation, ...], t
     queries, keys, d, size = task.queries, task.keys, model.head_width, task.size
     if task.attention == "fused" and task.cp > 1 and task.cp_exchange != "heads" and not task.gpu:
         return _attention_in_blocks(model, task)
-    if task.attention == "fused" and not model.score_cap and not model.score_sink:
+    if task.attention == "fused" and not scores_in_memory(model, task):
         own = (task.sequences, model.heads // task.tp, max(1, model.kv_heads // task.tp))
         forward = FusedAttention("fused attention", *own, queries, keys, d, task.dtype)
         return (forward,), (forward._replace(backward=True),)
