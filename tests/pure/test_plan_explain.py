@@ -14,7 +14,7 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.work.weights import count_parameters
 from tilemesh.plan.choose import search
-from tilemesh.plan.explain import ExplainedFigure, ExplainedPart, model_sections
+from tilemesh.plan.explain import ExplainedFigure, ExplainedPart, flops_section, model_sections, parameter_section
 from tilemesh.plan.explain_plan import plan_sections
 from tilemesh.plan.space import Pins
 
@@ -206,6 +206,19 @@ PLANS: list[tuple[str, str, int, dict[str, Any]]] = [
     ("neox", "8xa100", 16, {"tp": 2, "dp": 4, "zero": 3, "recompute": "full"}),
     ("llama", "8xh100", 16, {"offload": "optimizer", "dp": 8}),
 ]
+
+
+@pytest.mark.parametrize(("name", "alone"), [("qwen3-30b-a3b", 1), ("deepseek-v3", 3)])
+def test_what_is_said_of_experts_and_latents_computes_or_is_given_alone(name: str, alone: int) -> None:
+    model = preset(name)
+    parts = [parameter_section(model), flops_section(model, 1, model.context, "none")]
+    computed = [
+        part._replace(rows=[row for row in part.rows if row.formula and not row.what.startswith("6 N T")])
+        for part in parts
+    ]
+    assert check(computed, letters_of(model, model.context, ParallelPlan(), 1)) > 5
+    assert [len([row for row in part.rows if not row.formula]) for part in parts] == [alone, alone]
+    assert parts[0].rows[-1].value == f"{count_parameters(model).total:,}"
 
 
 @pytest.mark.parametrize(("name", "cluster", "batch", "fixed"), PLANS)

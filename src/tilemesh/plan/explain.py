@@ -14,7 +14,7 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.kept import kept_by_operators, kept_bytes, kept_tensors, layer_input
 from tilemesh.model.work.operations import forward_flops, recomputed_flops
 from tilemesh.model.work.task import STATE_BYTES, Task
-from tilemesh.model.work.weights import count_parameters, why_not_tp
+from tilemesh.model.work.weights import active_matrices, count_parameters, why_not_tp
 from tilemesh.plan import memory
 
 
@@ -66,24 +66,27 @@ def parameter_section(model: ModelConfig) -> ExplainedPart:
         "output"
     )
     head_norms = {"none": [], "head": [("2 E", f"2 x {E:,}")], "full": [("Q + K", f"{Q + K:,}")]}
-    attention_formula, attention_numbers = map(" + ".join, zip(*attention, *head_norms[model.qk_norm], strict=True))
+    attention_words = tuple(map(" + ".join, zip(*attention, *head_norms[model.qk_norm], strict=True)))
+    counted_attention = _shown(_has_plain_heads(model), *attention_words)
     has_bias = model.has_biases("mlp")
     rows = [
         ExplainedFigure("token embedding", "V D", f"{V:,} x {D:,}", f"{parts.token_embedding:,}"),
         ExplainedFigure("position embedding", "S D", f"{model.context:,} x {D:,}", f"{parts.position_embedding:,}"),
-        ExplainedFigure("attention, a layer", attention_formula, attention_numbers, f"{parts.attention:,}"),
+        ExplainedFigure("attention, a layer", *counted_attention, f"{parts.attention:,}"),
         ExplainedFigure(
             "MLP, a layer",
-            f"{inputs + 1} D F" + (f" + {inputs} F + D" if has_bias else ""),
-            f"{inputs + 1} x {D:,} x {F:,}" + (f" + {inputs} x {F:,} + {D:,}" if has_bias else ""),
+            *_shown(
+                not model.experts,
+                f"{inputs + 1} D F" + (f" + {inputs} F + D" if has_bias else ""),
+                f"{inputs + 1} x {D:,} x {F:,}" + (f" + {inputs} x {F:,} + {D:,}" if has_bias else ""),
+            ),
             f"{parts.mlp:,}",
         ),
         ExplainedFigure("norms, a layer", f"{norms} x {norm} D", f"{norms} x {norm} x {D:,}", f"{parts.norms:,}"),
         ExplainedFigure(
             "layers",
-            "L (attention + MLP + norms)",
-            f"{model.layers} x {parts.layer:,}",
-            f"{parts.layers * parts.layer:,}",
+            *_shown(not parts.apart, "L (attention + MLP + norms)", f"{model.layers} x {parts.layer:,}"),
+            f"{parts.layers * parts.layer + parts.apart:,}",
         ),
         ExplainedFigure("final norm", f"{norm} D", f"{norm} x {D:,}", f"{parts.final_norm:,}"),
         ExplainedFigure("output projection", "V D", f"{V:,} x {D:,}", f"{parts.output:,}"),
@@ -98,6 +101,15 @@ def parameter_section(model: ModelConfig) -> ExplainedPart:
     )
 
 
+def _has_plain_heads(model: ModelConfig) -> bool:
+    return not model.latent_width and not model.score_sink
+
+
+def _shown(is_computed: bool, formula: str, numbers: str) -> tuple[str, str]:
+    """A formula with its numbers, where it is the figure's: of experts and latents a figure is given alone."""
+    return (formula, numbers) if is_computed else ("", "")
+
+
 def flops_section(model: ModelConfig, sequences: int, context: int, recompute: str) -> ExplainedPart:
     """A step over so many sequences."""
     T, s, D, Q, K = sequences * context, context, model.width, model.query_width, model.kv_width
@@ -105,23 +117,29 @@ def flops_section(model: ModelConfig, sequences: int, context: int, recompute: s
     forward = forward_flops(model, sequences, context)
     again = recomputed_flops(model, sequences, context, recompute)
     total = 3 * forward.total + again
-    parameters = count_parameters(model).total
+    parameters, name = count_parameters(model).total, "6 N T, for comparison"
+    if model.experts:
+        matrices = ((layers, active_matrices(kind)) for kind, layers in model.layers_by_kind)
+        parameters = sum(layers * each.outputs * each.inputs for layers, weights in matrices for each in weights)
+        parameters, name = parameters + V * D, "6 N T, active matrices"
     repeated = {
         "none": "nothing", "selective": "scores", "operators": "every second product", "full": "all layers",
     }[recompute]  # fmt: skip
-    six = 6 * parameters * T
+    six, is_plain = 6 * parameters * T, _has_plain_heads(model)
     rows = [
-        ExplainedFigure("q, k, v and output", "2 T D (2 Q + 2 K) L", f"2 x {T:,} x {D:,} x {2 * Q + 2 * K:,} x {L}",
+        ExplainedFigure("q, k, v and output",
+            *_shown(is_plain, "2 T D (2 Q + 2 K) L", f"2 x {T:,} x {D:,} x {2 * Q + 2 * K:,} x {L}"),
             _flops(forward.projections)),
-        ExplainedFigure("scores and values", "4 T S Q L", f"4 x {T:,} x {s:,} x {Q:,} x {L}", _flops(forward.scores)),
-        ExplainedFigure("MLP", f"2 T {inputs + 1} D F L", f"2 x {T:,} x {inputs + 1} x {D:,} x {F:,} x {L}",
-            _flops(forward.mlp)),
+        ExplainedFigure("scores and values", *_shown(is_plain, "4 T S Q L", f"4 x {T:,} x {s:,} x {Q:,} x {L}"),
+            _flops(forward.scores)),
+        ExplainedFigure("MLP", *_shown(not model.experts, f"2 T {inputs + 1} D F L",
+            f"2 x {T:,} x {inputs + 1} x {D:,} x {F:,} x {L}"), _flops(forward.mlp)),
         ExplainedFigure("logits", "2 T D V", f"2 x {T:,} x {D:,} x {V:,}", _flops(forward.logits)),
         ExplainedFigure("forward", "sum", "", _flops(forward.total)),
         ExplainedFigure("backward", "2 x forward", f"2 x {_flops(forward.total)}", _flops(2 * forward.total)),
         ExplainedFigure("recomputed", repeated, f"recompute = {recompute}", _flops(again)),
         ExplainedFigure("all", "forward + backward + recomputed", "", _flops(total)),
-        ExplainedFigure("6 N T, for comparison", "6 N T", f"6 x {parameters:,} x {T:,}",
+        ExplainedFigure(name, "6 N T", f"6 x {parameters:,} x {T:,}",
             f"{_flops(six)} ({six / (3 * forward.total):.1%} of forward + backward)"),
     ]  # fmt: skip
     words = "1 sequence" if sequences == 1 else f"{sequences:,} sequences"
