@@ -90,7 +90,7 @@ MOST_LINES = {
     "methods": 1_978,
     "compress": 1_820,
     "train": 9_078,
-    "serve": 9_838,
+    "serve": 9_728,
     "align": 3_665,
     "report": 6_328,
     "bench": 9_263,

@@ -1,1 +1,1 @@
-"""Output that matches a regular expression or a JSON schema: patterns as values, a machine over bytes, token masks."""
+"""Output that matches a regular expression or a JSON schema: what a library is given, and masks of tokens."""

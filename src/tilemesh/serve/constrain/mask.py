@@ -7,12 +7,11 @@ can follow, the library allows the one token that this text begins with, and not
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,121 +25,88 @@ _KEPT = 32
 _LIMITS: dict[str, Any] = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 20_000, "step_max_items": 20_000,
            "max_lexer_states": 50_000, "max_grammar_size": 200_000, "verbose_errors": False}  # fmt: skip
 """What compiling a constraint and each mask of it may cost: a few milliseconds. What needs more is refused."""
-_JSON_OPTIONS: Any = {
-    "lenient": False, "coerce_one_of": False, "whitespace_flexible": True, "whitespace_pattern": r" |\n {0,24}",
-    "item_separator": ",", "key_separator": ":", "json_allowed_escapes": '"\\bfnrt',
-}  # fmt: skip
+_JSON_OPTIONS: Any = {"lenient": False, "coerce_one_of": False, "whitespace_flexible": True, "item_separator": ",",
+           "key_separator": ":", "whitespace_pattern": r" |\n {0,24}", "json_allowed_escapes": '"\\bfnrt'}  # fmt: skip
 """White space does not go on for ever, and a name is spelled in one way: `\\u0061` would be a second `a`."""
 
 
 class _Spellings:
     """The vocabulary as the library wants it: each spelling once, then an end that is never text."""
 
-    bos_token_id = None
-
     def __init__(self, tokenizer: Tokenizer, ends: frozenset[int]) -> None:
-        spelled = [tokenizer.spell(beginning) for beginning in (True, False)]
-        for token in ends:  # what ends an answer is no part of it
-            spelled[0][token] = spelled[1][token] = None
-        first, later = spelled
-        self.vocabulary = len(later)
-        self._numbers: dict[bytes, int] = {}
-        self.tokens = [
-            content if content and self._numbers.setdefault(content, number) == number else b""
-            for number, content in enumerate([*later, *dict.fromkeys(set(first) - set(later))])
-        ]
-        self.eos_token_id = len(self.tokens)
-        self.special_token_ids = [self.eos_token_id]
+        first, later = (  # what ends an answer is no part of it
+            [b"" if token in ends else text or b"" for token, text in enumerate(tokenizer.spell(beginning))]
+            for beginning in (True, False)
+        )
+        every, known = [*later, *(set(first) - set(later))], dict[bytes, int]()
+        self.tokens = [text * (known.setdefault(text, number) == number) for number, text in enumerate(every)]
+        self.bos_token_id, self.eos_token_id, self.special_token_ids = None, len(every), [len(every)]
         self.tokens.append(b"<end>")
         self.by_place = [
-            np.array([self._numbers[content] if content else token for token, content in enumerate(contents)])
-            for contents in spelled
+            np.array([known[text] if text else at for at, text in enumerate(own)]) for own in (first, later)
         ]
         """The number of each token's spelling as the first of an answer, and later; without one, of nothing."""
-        self.direct = [np.array_equal(numbers, np.arange(self.vocabulary)) for numbers in self.by_place]
-        self._both = {content for content in set(first) & set(later) if content}
-        self._longest = min(32, max(map(len, self._both), default=1))
+        every_token = np.arange(len(later))
+        self.masked = [slice(len(later)) if np.array_equal(own, every_token) else own for own in self.by_place]
+        self._numbers, self._both = known, set(first) & set(later) - {b""}
 
     def __call__(self, text: bytes) -> list[int]:
-        """A text that must come, in spellings: the longest first."""
-        found: list[int] = []
-        while text:
-            lengths = range(min(self._longest, len(text)), 0, -1)
-            length = next((length for length in lengths if text[:length] in self._both), 0)
-            if not length:  # no token is this byte: what cannot be spelled ends the answer
-                break
-            found.append(self._numbers[text[:length]])
+        """A text that must come, in spellings, the longest first; a byte that no token spells ends it."""
+        numbers: list[int] = []
+        while length := next((count for count in range(min(32, len(text)), 0, -1) if text[:count] in self._both), 0):
+            numbers.append(self._numbers[text[:length]])
             text = text[length:]
-        return found
+        return numbers
 
 
-@dataclass(frozen=True)
-class NextTokens:
-    """What may come at one place of an answer."""
+class NextTokens(NamedTuple):
+    """What may come at one place of an answer: tokens that go on, or its end."""
 
     mask_V: NDArray[np.bool_]
-    """Tokens that go on."""
     may_end: bool
 
 
-class Constraint:
+class Constraint(NamedTuple):
     """What an answer must match, compiled: `start` is a parser at its beginning, which is only copied."""
 
-    def __init__(self, kind: str, start: Any, spellings: _Spellings) -> None:
-        self.kind, self.start, self.spellings = kind, start, spellings
-        (after,) = Cursor(self).ahead([])  # what takes too much work is refused here, before it is an answer
-        if after is None or not (after.may_end or after.mask_V.any()):
-            raise UsageError(f"{kind} allows no text at all that this vocabulary can spell")
+    start: Any
+    spellings: _Spellings
 
 
 class Cursor:
     """Where one answer stands in what it must match."""
 
     def __init__(self, constraint: Constraint) -> None:
-        self._kind, self._spellings = constraint.kind, constraint.spellings
-        self._parser = constraint.start.deep_copy()
-        self._tokens = 0
+        self._parser, self._spellings, self._tokens = constraint.start.deep_copy(), constraint.spellings, 0
 
     def add(self, token: int) -> bool:
         """Go on by a token; returns whether the answer is complete: nothing may follow."""
-        self._consume(token, self._tokens)
+        self._parser.consume_token(int(self._spellings.by_place[self._tokens > 0][token]))
         self._tokens += 1
-        return self._complete()
+        return bool(self._parser.is_stopped()) and not self._parser.is_error()
 
     def ahead(self, guesses: Sequence[int]) -> list[NextTokens | None]:
         """What may come next, and after each of these guesses; None behind a wrong one or a complete answer. Refuses
         where that takes too much work."""
-        masks: list[NextTokens | None] = []
-        taken = 0
-        for number, guess in enumerate([*guesses, None]):
-            if number and self._complete():
+        masks, stands = list[NextTokens | None](), self._tokens
+        for guess in [*guesses, None]:
+            masks.append(after := self.next())
+            if guess is None or not after.mask_V[guess] or self.add(guess):
                 break
-            after = self._next(self._tokens + number == 0)
-            masks.append(after)
-            if guess is None or not after.mask_V[guess]:
-                break
-            self._consume(guess, self._tokens + number)
-            taken += 1
-        if taken:
-            self._parser.rollback(taken)
+        self._parser.rollback(self._tokens - stands)
+        self._tokens = stands
         return masks + [None] * (len(guesses) + 1 - len(masks))
 
-    def _next(self, first: bool) -> NextTokens:
-        words = self._spellings
+    def next(self) -> NextTokens:
         bits = b"" if self._parser.is_error() else self._parser.compute_bitmask()
         if self._parser.is_error():
             if not self._parser.get_error().startswith("NoExtension"):
-                raise UsageError(f"{self._kind} takes too much work to follow: give a simpler one")
-            return NextTokens(np.zeros(words.vocabulary, np.bool_), False)  # no token of the vocabulary goes on
+                raise UsageError("regex or json_schema takes too much work to follow: give a simpler one")
+            return NextTokens(
+                np.zeros(len(self._spellings.by_place[0]), np.bool_), False
+            )  # no token of the vocabulary goes on
         allowed = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little").view(np.bool_)
-        mask_V = allowed[: words.vocabulary] if words.direct[not first] else allowed.take(words.by_place[not first])
-        return NextTokens(mask_V, self._parser.is_accepting())
-
-    def _consume(self, token: int, number: int) -> None:
-        self._parser.consume_token(int(self._spellings.by_place[number > 0][token]))
-
-    def _complete(self) -> bool:
-        return bool(self._parser.is_stopped()) and not self._parser.is_error()
+        return NextTokens(allowed[self._spellings.masked[self._tokens > 0]], self._parser.is_accepting())
 
 
 class Constraints:
@@ -148,9 +114,9 @@ class Constraints:
 
     def __init__(self, tokenizer: Tokenizer, ends: frozenset[int]) -> None:
         self._tokenizer, self._ends = tokenizer, ends
-        self._lock, self._reading = threading.Lock(), threading.Lock()
+        self._reading = threading.Lock()
         self._spelled: tuple[_Spellings, Any] | None = None
-        self._compiled: OrderedDict[tuple[str, str], Constraint] = OrderedDict()
+        self._compiled = functools.lru_cache(_KEPT)(self._compile)
 
     def get(self, regex: str | None, schema: Mapping[str, Any] | bool | None) -> Constraint | None:
         """Refuses what cannot be read, or not with this vocabulary."""
@@ -159,47 +125,32 @@ class Constraints:
         kind, text = ("regex", regex) if regex is not None else ("json_schema", json.dumps(schema))
         if len(text) > _LONGEST[kind]:
             raise UsageError(f"{kind} is {len(text):,} characters long: expected at most {_LONGEST[kind]:,}")
-        with self._lock:
-            constraint = self._compiled.get((kind, text))
-        if constraint is None:  # compiled without the lock: nobody waits for what somebody else asks for
-            constraint = self._compile(kind, text, schema)
-        with self._lock:
-            constraint = self._compiled.setdefault((kind, text), constraint)
-            self._compiled.move_to_end((kind, text))
-            if len(self._compiled) > _KEPT:
-                self._compiled.popitem(last=False)
-            return constraint
+        return self._compiled(kind, text)
 
-    def _compile(self, kind: str, text: str, schema: Mapping[str, Any] | bool | None) -> Constraint:
+    def _compile(self, kind: str, text: str) -> Constraint:
         try:
-            import llguidance
+            from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
         except ImportError:
             raise UsageError(f"{kind} needs the package `llguidance`: pip install 'tilemesh[serve]'") from None
-        spellings, tokens = self._read_spellings()
-        try:
-            if kind == "regex":
-                grammar = llguidance.LLMatcher.grammar_from_lark(f"start: /{llguidance.regex_to_lark(text, 'dws')}/")
-            else:
-                narrowed = json.dumps(prepare_schema(schema))
-                grammar = llguidance.LLMatcher.grammar_from_json_schema(narrowed, overrides=_JSON_OPTIONS)
-            limits = llguidance.LLParserLimits(**_LIMITS)
-            start = llguidance.LLMatcher(tokens, grammar, log_level=0, limits=limits)
-            error = start.get_error()
-        except UsageError:
-            raise
-        except ValueError as refused:
-            error = str(refused)
-        if error:
-            said = " ".join(error.split("<backtrace>")[0].split())[:300]
-            raise UsageError(f"{kind} cannot be served: {said}")
-        return Constraint(kind, start, spellings)
-
-    def _read_spellings(self) -> tuple[_Spellings, Any]:
-        import llguidance
-
         with self._reading:
             if self._spelled is None:
                 words = _Spellings(self._tokenizer, self._ends)
-                tokens = llguidance.LLTokenizer(llguidance.TokenizerWrapper(words), eos_token=words.eos_token_id)
-                self._spelled = (words, tokens)
-            return self._spelled
+                self._spelled = words, LLTokenizer(TokenizerWrapper(words), eos_token=words.eos_token_id)
+        spellings, tokens = self._spelled
+        try:
+            if kind == "regex":
+                grammar = LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(text, 'dws')}/")
+            else:
+                narrowed = json.dumps(prepare_schema(json.loads(text)))
+                grammar = LLMatcher.grammar_from_json_schema(narrowed, overrides=_JSON_OPTIONS)
+            start = LLMatcher(tokens, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
+            error = start.get_error()
+        except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as refused:
+            error = str(refused)
+        if error:
+            raise UsageError(f"{kind} cannot be served: " + " ".join(error.split("<backtrace>")[0].split())[:300])
+        constraint = Constraint(start, spellings)
+        after = Cursor(constraint).next()  # what takes too much work is refused here, before it is an answer
+        if not (after.may_end or after.mask_V.any()):
+            raise UsageError(f"{kind} allows no text at all that this vocabulary can spell")
+        return constraint
