@@ -324,11 +324,16 @@ def test_replicas_that_share_experts_are_timed_beside_their_prediction(
     folder, rows = write_folder(random_served("m", config, torch.float32).model, tmp_path / "m"), tmp_path / "r.jsonl"
     words = ["bench", "serve", str(folder), "--mesh", "dp=2,ep=2"]
     few = ["--requests", "4", "--prompt", "8", "--output", "3", "--blocks", "1", "--running", "4"]
-    assert main([*words, *few, "--json", str(rows)]) == 0
-    row = next(row for row in map(json.loads, rows.read_text().splitlines()) if row["name"] == "serve, offline")
+    assert main([*words, *few, "--loads", "0.5", "--json", str(rows)]) == 0
+    by_name = {row["name"]: row for row in map(json.loads, rows.read_text().splitlines())}
+    row = by_name["serve, offline"]
+    served_per_s = row["measured"]["median"] / 3  # three tokens each
+    assert by_name["serve, first token"]["case"]["rate"] == pytest.approx(0.5 * served_per_s)
     assert asked == [(1, 2, 2)]
     assert row["case"]["mesh"] == "dp=2,ep=2"
     assert row["predicted"] == pytest.approx(8.0)  # each of two answers two requests, three tokens each, in three steps
     assert row["limit"] == pytest.approx(8.0)
+    assert main([*words, "--loads", "0.5", "--blocks", "0"]) == 2
+    assert "shares of what is served offline" in capsys.readouterr().err
     assert main([*words, "--steps", "2"]) == 2
     assert "leave --steps, --features and --peers out" in capsys.readouterr().err

@@ -156,8 +156,9 @@ class ServeBench:
 
     # ---- offline -----------------------------------------------------------------------------------------------
 
-    def offline(self, load: Sequence[LoadRequest], blocks: int, peers: Sequence[PeerProcess]) -> None:
-        """Output tokens per second with all requests there from the beginning; everyone in turn."""
+    def offline(self, load: Sequence[LoadRequest], blocks: int, peers: Sequence[PeerProcess]) -> float:
+        """Output tokens per second with all requests there from the beginning; everyone in turn. Returns how many
+        requests per second ours served."""
         load = self._affordable(load)
         expected = self._expected(load)
         guess = None if expected is None else self._figures(expected)
@@ -204,6 +205,7 @@ class ServeBench:
             {name: Sample.of(rates) for name, rates in theirs.items() if rates}, missing,
         )  # fmt: skip
         self._energy_row({"requests": len(load)}, None if guess is None else guess.tokens_per_s, joules, meter.why_none)
+        return Sample.of(ours).median * len(load) / tokens
 
     def _energy_row(
         self, case: Mapping[str, CaseValue], tokens_per_s: float | None, joules: Sequence[float], source: str

@@ -47,6 +47,9 @@ class ServeBenchOptions:
     rates: Annotated[tuple[float, ...], Commas(), Range(0, 1e6, above=True, below=True)] = option(
         (), "Online: requests per second, one load each.", "A,B,..."
     )
+    loads: Annotated[tuple[float, ...], Commas(), Range(0, 2, above=True)] = option(
+        (), "Online: rates as shares of what was served offline.", "0.5,0.8"
+    )
     trace: str | None = option(None, "Online: requests of a file instead.", "FILE")
     url: str | None = option(None, "Load this OpenAI-compatible server on loopback instead.", "ADDRESS")
     goal: str | None = option(None, "What a request is promised, in seconds.", "ttft=1,itl=0.1")
@@ -84,6 +87,8 @@ def serve(options: ServeBenchOptions) -> Output:
 
     options = bench_planned(options)
     goal, prompt, output = _promised(options)
+    if options.loads and (not options.blocks or options.trace is not None or options.url is not None):
+        raise UsageError("--loads are shares of what is served offline: leave --blocks 0, --trace and --url out")
     if options.url is not None:
         return _load_server(options, options.url)
     console = console_beside(options.json)
@@ -128,7 +133,8 @@ def serve(options: ServeBenchOptions) -> Output:
             bench.steps(options.steps, options.step_length, plain, profile)
         if options.blocks:
             offline = make_load(options.requests, prompt, output, config.vocabulary, seed=options.seed)
-            bench.offline(offline, options.blocks, peers)
+            per_s = bench.offline(offline, options.blocks, peers)
+            loads = [*_loads(options, [share * per_s for share in options.loads], config.vocabulary), *loads]
         for rate, load in loads:
             span = load[-1].at_s - load[0].at_s
             bench.online(load, rate or len(load) / (span or 1.0))
