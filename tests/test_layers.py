@@ -76,15 +76,15 @@ STRICTER = {
 }
 # The most lines that a room may have: raised only in the commit that adds a named capability. `make size` prints them.
 MOST_LINES = {
-    "core": 8_812,
+    "core": 8_821,
     "measure": 3_052,
     "launch": 2_140,
     "runs": 2_173,
     "data": 2_645,
-    "kernels": 20_461,
+    "kernels": 21_525,
     "comm": 11_343,
     "graph": 9_548,
-    "model": 10_952,
+    "model": 11_048,
     "plan": 8_658,
     "parallel": 10_246,
     "methods": 1_978,
@@ -93,11 +93,11 @@ MOST_LINES = {
     "serve": 9_728,
     "align": 3_665,
     "report": 6_328,
-    "bench": 9_265,
+    "bench": 9_267,
     "cli": 6_815,
     "guide": 17_297,
 }
-SOURCE_SUFFIXES = (".py", ".c", ".h", ".cu", ".cuh", ".js", ".css")
+SOURCE_SUFFIXES = (".py", ".c", ".cpp", ".h", ".cu", ".cuh", ".js", ".css")
 THIRD_PARTY_FREE = ("core", "comm.schedules", "model.work", "plan")
 
 

@@ -31,10 +31,12 @@ from torch.compiler import is_compiling
 
 from tilemesh.core import debug
 from tilemesh.kernels import context
+from tilemesh.kernels.launch import native
 from tilemesh.kernels.launch.computation import Computation, OperatorOptions, Reference, Restore, launcher
 from tilemesh.kernels.launch.implementation import check_implementation, implementation_of
+from tilemesh.kernels.launch.native import NATIVE
 from tilemesh.kernels.launch.registration import register
-from tilemesh.kernels.launch.replay import RepeatedCall, Tensors, signature
+from tilemesh.kernels.launch.replay import CallRecording, RepeatedCall, Tensors, signature
 from tilemesh.kernels.launch.tensors import (
     FLOATS,
     autocast,
@@ -129,6 +131,8 @@ class _Operator:
                 return self(values, implementation)
             if runner.repeats:  # at once: a tiny call is all host time
                 return runner.pick(runner.forward.recording(tensors, addresses))
+            if runner.native is not None:
+                return NATIVE.functions.call(runner.native, *tensors)
             return runner(values, tensors, addresses)
 
         extra = inspect.Parameter("implementation", inspect.Parameter.KEYWORD_ONLY, default="auto", annotation=str)
@@ -230,14 +234,15 @@ class _PreparedCall:
         self.computation, self.apply, self.how, self.asked = computation, operator.apply, how, asked
         self.results = computation.results
         self.rest = operator.binding.with_tensors(values, [None] * len(tensors))
-        self.backward_key = computation.backward_key(how, computation.telling(self.rest, asked))
+        self.gradients = _Gradients(computation, how, computation.telling(self.rest, asked))
         self.forward = RepeatedCall()
-        self.shapes: list[tuple[torch.Size, torch.dtype, torch.device]] = []  # of the results
         self.stand_ins = computation.stand_ins([values[at] for at in tensors]) if asked else {}
         on_cpu = any(values[at] is not None and values[at].device.type == "cpu" for at in tensors)
         self.check_values = operator.options.check_values if on_cpu or debug.asks_for("values") else None
         self.repeats = False
         """Whether a call is its recording and nothing else."""
+        self.native: Any = None
+        """The same with a gradient: what node.cpp is given, once that is there."""
         self.pick = itemgetter(0) if self.results == 1 else itemgetter(slice(self.results))
 
     def __call__(self, values: Sequence[Any], tensors: Tensors, addresses: list[int]) -> Any:
@@ -246,10 +251,25 @@ class _PreparedCall:
         if self.how == "torch":
             return self.computation.compute(values)
         if self.asked:
-            return self.apply(self, values, addresses, *tensors)
+            made = self.apply(self, values, addresses, *tensors)
+            if addresses and self.check_values is None:
+                self._go_native(tensors)
+            return made
         made = self.run(values, tensors, addresses)
         self.repeats = self.forward.recording is not None and self.check_values is None
         return self.pick(made)
+
+    def _go_native(self, tensors: Tensors) -> None:
+        recording = self.forward.recording
+        # Interpreted launches take seconds: nobody compiles for them, but what is there is used.
+        functions = NATIVE.functions if self.how == "interpret" else NATIVE.ask()
+        if functions is None or recording is None or recording.changed:
+            return
+        computation = self.computation
+        stand_ins = [self.stand_ins.get(at) for at in range(len(tensors))]
+        kept = [*computation.results_kept, *range(self.results, len(recording.results))]
+        name = f"{computation.name}Backward"
+        self.native = native.call_of(name, self.gradients.add, self.results, stand_ins, kept, recording, tensors)
 
     def run(self, values: Sequence[Any], tensors: Tensors, addresses: list[int]) -> Sequence[Tensor]:
         """Results, then what is kept for the backward pass."""
@@ -264,26 +284,51 @@ class _PreparedCall:
             return run(launch, computation.binding.with_tensors(values, tensors))
 
         made = self.forward(tensors, addresses, launcher(self.how), forward)
-        self.shapes = [(result.shape, result.dtype, result.device) for result in made[: self.results]]
+        self.gradients.shapes = [(result.shape, result.dtype, result.device) for result in made[: self.results]]
         return made
 
-    def gradients(self, saved: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+
+class _Gradients:
+    """The backward pass of calls of one signature."""
+
+    def __init__(self, computation: Computation, how: str, rest: Sequence[Any]) -> None:
+        self.computation, self.how, self.rest = computation, how, rest
+        self.key = computation.backward_key(how, rest)
+        self.shapes: list[tuple[torch.Size, torch.dtype, torch.device]] = []  # of the results
+        self.added = 0
+
+    def __call__(self, saved: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """One gradient, or None, for each tensor argument."""
         computation = self.computation
         if not torch.is_grad_enabled() and not is_watched():
-            if self.results > 1 and not computation.options.partial:  # of one result there is a gradient, or no call
+            if len(self.shapes) > 1 and not computation.options.partial:  # of one there is a gradient, or no call
                 gradients = [
                     torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
                     for gradient, (shape, dtype, device) in zip(gradients, self.shapes, strict=True)
                 ]
             tensors = (*gradients, *saved)
-            signed = signature(tensors)
-            if signed is not None:
-                key, addresses = signed
-                repeated = context.current.runners.recent.get((*key, *self.backward_key))
-                if repeated is not None and repeated.recording is not None:
-                    return repeated.recording(tensors, addresses)
-        return computation.recall(self.how, computation.telling(self.rest, self.asked), saved, gradients)
+            repeated, addresses = self._repeated(tensors)
+            if repeated is not None:
+                return repeated(tensors, addresses)
+        return computation.recall(self.how, self.rest, saved, gradients)
+
+    def add(self, call: Any, slots: Sequence[Any], results: int) -> Sequence[Tensor | None]:
+        """The same for node.cpp, which then repeats it by itself where gradients lie in memory as these do."""
+        made = self(slots[results:], slots[:results])
+        if not torch.is_grad_enabled() and not is_watched() and self.added < native.MOST_BACKWARD:
+            recording, _ = self._repeated(slots)
+            if recording is not None:
+                self.added += 1
+                NATIVE.functions.add_backward(call, tuple(slots), native.program_of(recording, slots))
+        return made
+
+    def _repeated(self, tensors: Tensors) -> tuple[CallRecording | None, list[int]]:
+        signed = signature(tensors)
+        if signed is None:
+            return None, []
+        key, addresses = signed
+        repeated = context.current.runners.recent.get((*key, *self.key))
+        return (None if repeated is None else repeated.recording), addresses
 
 
 def _autograd_function(computation: Computation) -> Any:

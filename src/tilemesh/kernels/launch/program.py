@@ -12,10 +12,11 @@ import functools
 import importlib
 import inspect
 import math
+import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -134,6 +135,29 @@ def _typed(step: Step, name: str, operands: Mapping[str, Operand], gluon: bool =
     return "i64" if wide else "i32", None, math.gcd(argument, 16)
 
 
+class DirectLaunch(NamedTuple):
+    """What the driver is given to launch a compiled kernel."""
+
+    function: int
+    grid: tuple[int, int, int]
+    threads: int
+    shared_bytes: int
+    early: bool
+    cooperative: bool
+    arguments: tuple[tuple[int, int], ...]
+    """Which of the addresses, and 0; or -1 and the bits of a number."""
+
+
+_NUMBERS = {"fp32": "<f", "fp64": "<d"}
+
+
+def _bits(value: Any, kind: str) -> int:
+    form = _NUMBERS.get(kind)
+    if form is None:
+        return int(value)
+    return int.from_bytes(struct.pack(form, value).ljust(8, b"\0"), "little", signed=True)
+
+
 class LaunchProgram:
     """A plan compiled for the current GPU. `names` is the order in which a call gives the tensors' addresses."""
 
@@ -148,6 +172,11 @@ class LaunchProgram:
         """Launch on a stream: `addresses` is the stream's handle, then one address a name."""
         for launch, arguments in self.calls(addresses):
             launch(*arguments)
+
+    def direct(self) -> list[DirectLaunch] | None:
+        """For a launcher of our own; None where a launch takes more than addresses and numbers."""
+        launches = [step.direct() for step in self._steps]
+        return None if None in launches else launches  # type: ignore[return-value]
 
     def calls(self, addresses: tuple[int, ...]) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
         """What a call on these addresses launches."""
@@ -181,7 +210,7 @@ class _Prepared:
             raise RunError(
                 f"kernel {step.function} needs scratch memory from Triton, which this launcher does not give"
             )
-        self._head = (*step.grid, 1)
+        self._head: tuple[int, int, int] = (*step.grid, 1)
         self._tail: tuple[Any, ...] = (
             self.compiled.function,
             self.launcher.launch_cooperative_grid,
@@ -213,6 +242,21 @@ class _Prepared:
             self._arguments += [None, *shape, *strides]
             return
         self._arguments.append(argument)  # a number, or a placeholder: for an address, or a value that was compiled in
+
+    def direct(self) -> DirectLaunch | None:
+        facts, source = self.compiled.metadata, self.compiled.src
+        if self._maps or facts.num_ctas != 1:
+            return None
+        places = dict(self._pointers)
+        arguments = [
+            (places[at], 0) if at in places else (-1, _bits(self._arguments[at], source.signature[name]))
+            for at, name in enumerate(source.fn.arg_names)
+            if source.signature[name] != "constexpr"
+        ]
+        return DirectLaunch(
+            self.compiled.function, self._head, 32 * facts.num_warps, facts.shared, bool(self.launcher.launch_pdl),
+            bool(self.launcher.launch_cooperative_grid), (*arguments, (-1, 0), (-1, 0)),
+        )  # fmt: skip
 
     def call(self, stream: int, addresses: tuple[int, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """The launcher and what it is given. Quick: who works on ever new memory has this in every launch."""

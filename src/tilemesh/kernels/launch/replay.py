@@ -143,8 +143,7 @@ class CallRecording:
             slots.append(made)
             addresses.append(made.data_ptr())
         if self.interpreted:
-            for program, views in self.launches:
-                program.launch([view.of(slots[view.slot]) for view in views])
+            self.launch_on(slots)
         else:
             for slot, offset in self.inner:
                 addresses.append(addresses[slot] + offset)
@@ -153,6 +152,12 @@ class CallRecording:
         for slot in self.changed:
             _changed(slots[slot])
         return self.pick(slots) if self.pick is not None else tuple([_result(part, slots) for part in self.results])
+
+    def launch_on(self, slots: Sequence[Any]) -> None:
+        """The launches alone, on tensors that are there."""
+        for program, views in self.launches:
+            parts = [view.of(slots[view.slot]) for view in views]
+            program.launch(parts if self.interpreted else [part.data_ptr() for part in parts])
 
 
 def _picker(places: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
