@@ -234,23 +234,28 @@ def test_a_block_of_the_norms_backward_pass(is_double):
                 assert shape.rows * columns // (32 * shape.warps) <= 32
 
 
-@pytest.mark.parametrize("columns", [35, 768, 5000, 40_000])
-def test_a_norms_forward_pass_has_one_shape_for_any_number_of_rows(columns):
-    """A sum's order, and so a row's bits, follows from it: engines compare their tokens with training's."""
-
-    def shape(rows):
-        places = {name: Place((rows, columns), (columns, 1), "float32", True) for name in ("x", "y")}
+@pytest.mark.parametrize("columns", [35, 250, 768, 5000, norm_kernels.LONGEST_INVARIANT])
+def test_how_a_norms_forward_pass_adds_up_a_row_does_not_follow_from_the_number_of_rows(columns):
+    """Engines compare their tokens with training's. The order of a sum follows from the warps, and from how many
+    elements a thread has of a row: up to 16 bytes, where it has as many at all (tests/gpu compares the bits)."""
+    found = set()
+    for rows in (1, 7, 200, 4000, 100_000):
+        places = {name: Place((rows, columns), (columns, 1), "bfloat16", True) for name in ("x", "y")}
         (step,) = norm_kernels.forward_plan(places, eps=1e-5, centred=True).steps
-        return step.kernel, step.constants, step.warps
+        assert step.constants["ROWS"] * step.constants["COLUMNS"] >= 8 * 32 * step.warps
+        found.add((step.kernel, step.constants["COLUMNS"], step.constants["GROUP"], step.warps))
+    assert len(found) == 1
 
-    assert shape(1) == shape(7) == shape(4000)
 
-
-@pytest.mark.parametrize(("adds", "alone"), [(False, 99), (True, 99), (False, 999)])
+@pytest.mark.parametrize(
+    ("adds", "alone", "few"), [(False, 99, 0), (True, 99, 0), (False, 999, 0), (False, 99, 9), (True, 99, 9)]
+)
 @pytest.mark.parametrize("centred", [False, True])
-def test_norms_of_rows_too_long_for_registers(centred, adds, alone, monkeypatch):
-    """In seven blocks, the last of them ragged; backward too, or with registers for x's gradient alone."""
+def test_norms_of_rows_too_long_for_registers(centred, adds, alone, few, monkeypatch):
+    """In seven blocks, the last of them ragged; backward too, or with registers for x's gradient alone; of few rows by
+    a program for each block."""
     sizes = {"LONGEST_FORWARD": 99, "LONGEST_ALONE": alone, "LONGEST_SUMMED": 99, "_LONG_BLOCK": 64}
+    sizes |= {"LONGEST_INVARIANT": 99, "_FEW_ROWS": few, "_FEW_ROWS_BACK": few}
     for name, size in (sizes | {"_SUMMED_ROWS": 4}).items():
         monkeypatch.setattr(norm_kernels, name, size)
     x, weight, bias = normal(9, 401, dtype=torch.float32), normal(401, seed=1), normal(401, seed=2)

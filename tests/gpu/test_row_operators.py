@@ -51,6 +51,16 @@ def test_norms(shape, dtype):
     assert excess(y, exact, norms.error_bound(x, weight, bias, eps=1e-5, centred=True)) is None
 
 
+@pytest.mark.parametrize("columns", [9, 35, 62, 100, 250, 333, 768, 1220, 4097, 5000, 16384])
+def test_a_rows_norm_has_the_same_bits_beside_any_number_of_rows(columns):
+    """Where rows begin alike: of an odd width every eighth does."""
+    x, weight, bias = normal(9000, columns, dtype=torch.bfloat16), *(normal(columns, seed=s) for s in (1, 2))
+    for norm in (lambda x: kernels.rms_norm(x, weight), lambda x: kernels.layer_norm(x, weight, bias)):
+        whole = norm(x)
+        for rows in (1, 5, 130, 1100):
+            assert torch.equal(norm(x[:rows]), whole[:rows]), rows
+
+
 def test_a_norm_with_a_weight_is_no_norm_with_a_bias():
     """Their tensors lie alike in memory: the program of the first served the second."""
     x, vector = normal(7, 96), normal(96, seed=1)

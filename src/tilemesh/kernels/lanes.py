@@ -11,6 +11,8 @@ GROUP is 1 where none of this is needed, or where rows of the tensors do not beg
 
 # mypy: disable-error-code="no-untyped-def"
 
+import math
+
 import triton
 import triton.language as tl
 
@@ -21,6 +23,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)  # multiplied in after the difference:
 NOTHING = tl.constexpr(-3.4028234663852886e38)
 NOTHING_WIDE = tl.constexpr(-1.7976931348623157e308)
 """Where a running maximum begins: the least number of float32 and float64, so that no difference is inf - inf."""
+LONGEST_PERIOD = 8  # of rows that begin alike: 16 bytes of the narrowest dtype
 _FEWEST_GROUPS = 8  # of a row: a shorter one has most of its elements at its ends
 
 
@@ -42,6 +45,11 @@ def tile_group(*rows: Place) -> int:
     """The same where one tile holds a row: 1 where the lanes before its beginning would make the tile twice as wide."""
     group, columns = group_of(*rows), rows[0].shape[1]
     return group if triton.next_power_of_2(columns + group - 1) == triton.next_power_of_2(columns) else 1
+
+
+def period_of(rows: Place, group: int) -> int:
+    """How many rows it takes until one begins like the first again, seen from boundaries of `group` elements."""
+    return group // math.gcd(rows.strides[0], group)
 
 
 @triton.jit
@@ -78,6 +86,8 @@ def load_lanes(
     else:
         is_loaded = (lane // GROUP * GROUP < end + start % GROUP) & is_row
         value = tl.load(at, mask=is_loaded, other=other, eviction_policy=policy)
+        if value.dtype == tl.bfloat16:  # of which the interpreter makes no constant
+            value = value.to(tl.float32)
         value = tl.where(is_inside(start, lane, end, GROUP), value, other)
     return value
 

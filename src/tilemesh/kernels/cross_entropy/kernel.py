@@ -34,6 +34,9 @@ from tilemesh.kernels.launch.steps import Argument, Buffer, LaunchPlan, Pointer,
 from tilemesh.kernels.rows import by_rows
 
 _ADDED_AT_ONCE = 2048  # partial losses, by one program
+_FEW_ROWS, _WIDEST_BLOCK = 264, 16384  # two for each multiprocessor; columns that 32 warps have at once
+_ONE_PROGRAM = 8192  # elements of rows of few classes that one program has alone
+_MANY_PROGRAMS = 8 * 132  # rows of few classes are dealt out to so many
 MOST_IN_TILE = 1024  # classes of rows that are held in registers, several rows per program
 UNSEEN = tl.constexpr(float("-inf"))
 
@@ -126,10 +129,12 @@ def write_zeros(dx, to, V, COLUMNS: tl.constexpr):
 
 @triton.jit
 def loss_tile(
-    logits, target, losses, counts, tops, totals, M, V, ignore, smoothing, z, x_m, x_n, t_m,
-    SMOOTHS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr,
+    logits, target, losses, counts, tops, totals, result, counted, M, V, ignore, smoothing, z, x_m, x_n, t_m,
+    SMOOTHS: tl.constexpr, MEAN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of few classes: reads them, writes two numbers of each, and its loss or the sum of all losses."""
+    """ROWS rows of few classes: reads them, writes two numbers of each, and its loss or the sum of all losses; who has
+    all rows, the result."""
     kind: tl.constexpr = tl.float64 if WIDE else tl.float32
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     start = rows[:, None] * x_m
@@ -147,11 +152,16 @@ def loss_tile(
     loss = tl.where(is_counted, loss_of(top, total, chosen, pivot, plain, V, smoothing, z, SMOOTHS), 0.0)
     tl.store(tops + rows, tl.where(is_counted, top, 0.0), mask=rows < M)
     tl.store(totals + rows, tl.where(is_counted, total, 0.0), mask=rows < M)
-    if counts is None:
+    number = tl.sum(is_counted.to(tl.int32), 0)
+    if result is not None:  # one program has all rows
+        total_loss = tl.sum(loss, 0)
+        tl.store(counted, number.to(kind))
+        tl.store(result, total_loss / number.to(kind) if MEAN else total_loss)
+    elif counts is None:
         tl.store(losses + rows, loss, mask=rows < M)
     else:
         tl.store(losses + tl.program_id(0), tl.sum(loss, 0))
-        tl.store(counts + tl.program_id(0), tl.sum(is_counted.to(tl.int32), 0))
+        tl.store(counts + tl.program_id(0), number)
 
 
 @triton.jit
@@ -293,22 +303,32 @@ def add_up(losses, counts, result, counted, P, MEAN: tl.constexpr, BLOCK: tl.con
     tl.store(counted, number)
 
 
-def columns_config(classes: int) -> tuple[int, int, int]:
+def columns_config(rows: int, classes: int) -> tuple[int, int, int]:
     """Columns of a block, and its warps forward and backward (measured on an H200, both passes: 32768 rows of 3001
-    classes in 190 µs, with 4096 columns in 339; 20000 of 6001 in 213 and 350; 6000 of 50257 in 514 with 2048, 501)."""
-    if classes > 16384:
+    classes in 190 µs, with 4096 columns in 339; 20000 of 6001 in 213 and 350; 6000 of 50257 in 514 with 2048, 501).
+    Where rows are few, a block is as wide as its program can be: nobody else hides the wait for it."""
+    if rows <= _FEW_ROWS:
+        columns = min(_WIDEST_BLOCK, triton.next_power_of_2(classes))
+        return columns, max(1, columns // 512), max(1, columns // 512)
+    if classes > 16384 or (classes > 4096 and rows <= _MANY_PROGRAMS):
         return 4096, 8, 16
     columns = min(1024, triton.next_power_of_2(classes))
     each = 1024 if classes <= 4096 else 512
     return columns, max(1, columns // each), max(1, 2 * columns // each)
 
 
-def tile_config(classes: int) -> tuple[int, int]:
+def tile_config(rows: int, classes: int) -> tuple[int, int]:
     """Rows of a tile, and its warps: of narrow rows the numbers that each has, and not its classes, fill registers. A
     sum over wide ones crosses no warps (131072 rows of 1000 classes in 78 µs, by two warps in 95)."""
     wide = triton.next_power_of_2(classes)
-    rows = max(2, 1024 // max(4, wide))
-    return rows, 1 if wide >= 128 else rows * max(8, wide) // 512
+    alone = max(2, triton.next_power_of_2(rows))
+    if alone * max(4, wide) <= _ONE_PROGRAM:
+        return alone, max(1, min(8, alone * wide // 128))
+    tall, least = max(2, 1024 // max(4, wide)), max(2, 128 // max(4, wide))
+    tall = min(tall, max(least, triton.next_power_of_2(blocks(rows, _MANY_PROGRAMS))))
+    if rows <= _FEW_ROWS:
+        return tall, max(1, tall * wide // 512)
+    return tall, 1 if wide >= 128 else max(1, tall * max(8, wide) // 512)
 
 
 def _common(
@@ -320,13 +340,18 @@ def _common(
         "x_m": logits.strides[0], "x_n": logits.strides[1], "t_m": places["target"].strides[0],
     }  # fmt: skip
     group = tile_group(*rows) if logits.shape[1] <= MOST_IN_TILE else group_of(*rows)
-    constants = {"COLUMNS": columns_config(logits.shape[1])[0], "GROUP": group, "WIDE": logits.dtype == "float64"}
+    constants = {"COLUMNS": columns_config(*logits.shape)[0], "GROUP": group, "WIDE": logits.dtype == "float64"}
     return arguments, constants
 
 
 def programs_of(rows: int, classes: int) -> int:
     """Of a pass, each of which adds up the losses of its rows."""
-    return blocks(rows, tile_config(classes)[0]) if classes <= MOST_IN_TILE else rows
+    return blocks(rows, tile_config(rows, classes)[0]) if classes <= MOST_IN_TILE else rows
+
+
+def is_alone(rows: int, classes: int) -> bool:
+    """Whether one program has all rows: its losses are the result."""
+    return classes <= MOST_IN_TILE and programs_of(rows, classes) == 1
 
 
 def _pass(
@@ -336,7 +361,7 @@ def _pass(
     rows, classes = logits.shape
     kind = "pass"
     if classes <= MOST_IN_TILE:
-        kind, (constants["ROWS"], warps) = "tile", tile_config(classes)
+        kind, (constants["ROWS"], warps) = "tile", tile_config(rows, classes)
         arguments["M"] = rows
     kernel, grid = f"{__name__}:{name}_{kind}", (programs_of(rows, classes), 1)
     return Step(kernel, grid, arguments, constants, warps=warps, wide=wide)
@@ -347,8 +372,12 @@ def forward_plan(places: Mapping[str, Place], *, ignore: int, smoothing: float, 
     arguments, constants = _common(places, ignore, smoothing, z, logits)
     arguments["counts"] = arguments.get("counts")
     constants["SMOOTHS"] = smoothing > 0
-    each = _pass("loss", arguments, constants, logits, columns_config(logits.shape[1])[1], logits.wide)
-    if reduction == "none":
+    alone = reduction != "none" and is_alone(*logits.shape)
+    arguments |= {name: arguments.get(name) if alone else None for name in ("result", "counted")}
+    arguments["losses"] = arguments.get("losses")
+    constants["MEAN"] = reduction == "mean"
+    each = _pass("loss", arguments, constants, logits, columns_config(*logits.shape)[1], logits.wide)
+    if alone or reduction == "none":
         return LaunchPlan((each,))
     steps, buffers, number = [each], {}, each.grid[0]
     own: dict[str, Argument] = {name: Pointer(name) for name in ("losses", "counts", "result", "counted")}
@@ -368,7 +397,7 @@ def forward_plan(places: Mapping[str, Place], *, ignore: int, smoothing: float, 
 def part_plan(places: Mapping[str, Place], *, first: int, classes: int, ignore: int) -> LaunchPlan:
     logits = places["logits"]
     rows, width = logits.shape
-    columns, warps, _ = columns_config(width)
+    columns, warps, _ = columns_config(rows, width)
     arguments: dict[str, Argument] = {name: Pointer(name) for name in places}
     arguments |= {
         "V": width, "first": first, "classes": classes, "ignore": ignore, "x_m": logits.strides[0],
@@ -387,7 +416,7 @@ def backward_plan(
     arguments |= {"dx": arguments.get("dx", Pointer("logits")), "d_m": written.strides[0]}
     arguments["g_m"] = places["grad"].strides[0] if places["grad"].shape else 0
     constants["MEAN"] = mean
-    warps, wide = columns_config(logits.shape[1])[2], logits.wide or written.wide
+    warps, wide = columns_config(*logits.shape)[2], logits.wide or written.wide
     return LaunchPlan((_pass("gradient", arguments, constants, logits, warps, wide),))
 
 
@@ -406,9 +435,10 @@ def forward(
     else:
         result = torch.empty((), dtype=kind, device=device)
         programs = programs_of(*rows.shape)
-        losses = torch.empty(programs, dtype=kind, device=device)
-        counts = torch.empty(programs, dtype=torch.int32, device=device)
-        given |= {"losses": losses, "counts": counts, "result": result, "counted": counted}
+        given |= {"result": result, "counted": counted}
+        if not is_alone(*rows.shape):
+            given["losses"] = torch.empty(programs, dtype=kind, device=device)
+            given["counts"] = torch.empty(programs, dtype=torch.int32, device=device)
     launch(
         forward_plan, given, written=tuple(given)[2:], ignore=ignore_index, smoothing=float(label_smoothing),
         z=float(z_loss), reduction=reduction,

@@ -27,6 +27,7 @@ from tilemesh.kernels.rows import LONGEST, by_rows, load_stages, rows_config
 
 _HELD_BYTES, _HELD_WARPS = 65536, 32  # of a row that one program holds
 _LONGEST_RAGGED = 8192  # columns of a row in one tile, where it begins anywhere
+_ONE_WARP, _MANY_PROGRAMS = 256, 8 * 132  # columns of a narrow row, and to how many programs such rows are dealt out
 _PROGRAMS_INTERPRETED = 3  # where there is no GPU to fill
 
 
@@ -210,7 +211,10 @@ def _tile_plan(
 ) -> LaunchPlan:
     """Rows that one tile holds."""
     rows, warps = rows_config(size[1])
-    if kernel == "whole_rows_back" and constants["GROUP"] != 1 and size[1] <= 1024:
+    spread = max(64 // triton.next_power_of_2(size[1]), triton.next_power_of_2(blocks(size[0], _MANY_PROGRAMS)))
+    if size[1] <= _ONE_WARP and spread < rows:  # few rows are dealt out, so that no sum crosses warps
+        rows, warps = max(1, spread), 1
+    elif kernel == "whole_rows_back" and constants["GROUP"] != 1 and size[1] <= 1024:
         warps = 1  # 100000 rows of 333, both passes: 124 µs, else 138
     own = {**constants, "ROWS": rows, "COLUMNS": triton.next_power_of_2(size[1])}
     step = Step(f"{__name__}:{kernel}", (blocks(size[0], rows), 1), arguments, own, warps=warps, wide=wide)
