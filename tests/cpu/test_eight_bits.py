@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tilemesh.model.config import preset
-from tilemesh.model.eight_bits import GRADIENTS, VALUES, EightBits, cast, fp8_words, in_8_bits
+from tilemesh.model.eight_bits import BLOCK, GRADIENTS, VALUES, EightBits, cast, cast_blocks, fp8_words, in_8_bits
 from tilemesh.model.linear import Linear
 
 NUMBERS = st.floats(-(2.0**100), 2.0**100, allow_subnormal=False, width=32)
@@ -94,7 +94,7 @@ def three_products(by: str, x: Tensor, grad: Tensor) -> tuple[float, float, floa
     return forward, back, weight
 
 
-@pytest.mark.parametrize("by", ["tensor", "row"])
+@pytest.mark.parametrize("by", ["tensor", "row", "block"])
 @pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(192, 256, 384), (33, 100, 7)])
 def test_outputs_and_all_gradients_are_above_20_decibels(by, tokens, inputs, outputs):
     """Three places after the point are 31.5 dB for one operand (relative errors even within 2^-4), two are 25.5."""
@@ -103,7 +103,7 @@ def test_outputs_and_all_gradients_are_above_20_decibels(by, tokens, inputs, out
     forward, back, weight = three_products(by, x, grad)
     assert min(forward, back, weight) > 20
     assert forward > 27
-    assert (back > 27) == (weight > 27) == (by == "row")
+    assert (back > 27) == (weight > 27) == (by != "tensor")
 
 
 def test_an_outlier_that_tensors_fail_for_rows_pass():
@@ -112,12 +112,40 @@ def test_an_outlier_that_tensors_fail_for_rows_pass():
     x = torch.randn(64, 256, generator=generator)
     x[0] *= 3e6
     quality = {}
-    for by in ("tensor", "row"):
+    for by in ("tensor", "row", "block"):
         layer = made(by, 256, 128)
         y = layer(x.to(torch.bfloat16))[1:].detach()
         exact = functional.linear(x.to(torch.bfloat16)[1:].double(), layer.weight.detach().double())
         quality[by] = decibels(y, exact)
-    assert quality["tensor"] < 20 < 27 < quality["row"]
+    assert quality["tensor"] < 20 < 27 < min(quality["row"], quality["block"])
+
+
+def test_blocks_pass_an_outlier_that_rows_fail_for():
+    """Of each token one number far above its others: under one scale per token they fall below the smallest code."""
+    generator = torch.Generator().manual_seed(0)
+    x, wide = torch.randn(64, 512, generator=generator), torch.zeros(64, 512)
+    x[:, 7] *= 3e6
+    wide[:, 128:] = x[:, 128:]  # what the other blocks hold
+    quality = {}
+    for by in ("row", "block"):
+        layer = made(by, 512, 128)
+        with torch.no_grad():
+            layer.weight[:, :128] = 0
+        y, weight = layer(x.to(torch.bfloat16)).detach(), layer.weight.detach().double()
+        quality[by] = decibels(y, functional.linear(wide.to(torch.bfloat16).double(), weight))
+    assert quality["row"] < 20 < 27 < quality["block"]
+
+
+def test_a_block_is_cast_as_a_matrix_of_its_own():
+    x = torch.randn(300, 200, generator=torch.Generator().manual_seed(1)) * torch.logspace(-6, 6, 200)
+    for rows in (1, BLOCK):
+        made_of = cast_blocks(x, rows)
+        for at, down in enumerate(range(0, 300, rows)):
+            for across in (0, BLOCK):
+                alone = cast(x[down : down + rows, across : across + BLOCK].contiguous(), VALUES, None)
+                codes = made_of.codes[down : down + rows, across : across + BLOCK]
+                assert torch.equal(codes.contiguous().view(torch.uint8), alone.codes.view(torch.uint8))
+                assert made_of.scale[at, across // BLOCK] == alone.scale
 
 
 def test_recomputed_products_are_the_same_and_frozen_weights_have_no_gradient():

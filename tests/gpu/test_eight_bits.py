@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tilemesh.model.eight_bits import GRADIENTS, VALUES, EightBits, cast, multiply
+from tilemesh.model.eight_bits import (
+    BLOCK,
+    GRADIENTS,
+    VALUES,
+    Cast,
+    EightBits,
+    cast,
+    cast_blocks,
+    multiplies_blocks,
+    multiply,
+    multiply_blocks,
+)
 from tilemesh.model.linear import Linear
 
 pytestmark = pytest.mark.skipif(
@@ -37,14 +48,30 @@ def test_products_are_those_of_a_cpu(by, rows, inputs, outputs):
         assert ((y.double() - exact).abs() <= 2.0**-8 * exact.abs() + 2.0**-11 * size).all()
 
 
-@pytest.mark.parametrize("by", ["tensor", "row"])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_products_in_blocks_are_those_of_a_cpu(narrow):
+    if narrow and not multiplies_blocks(torch.device("cuda", 0)):
+        pytest.skip("the library here multiplies no 8-bit floats in blocks")
+    generator = torch.Generator().manual_seed(1)
+    x, weight, grad = (torch.randn(*size, generator=generator) for size in ((256, 512), (384, 512), (256, 384)))
+    x *= torch.logspace(-4, 4, 512)
+    left, right, back = (cast_blocks(value.cuda(), rows) for value, rows in ((x, 1), (weight, BLOCK), (grad, 1)))
+    for rows, turned in ((left, True), (back, False)):
+        here = [Cast(*(part.cpu() for part in each)) for each in (rows, right)]
+        exact = multiply_blocks(*here, torch.float64, turned, narrow=False)
+        y = multiply_blocks(rows, right, torch.bfloat16, turned, narrow)
+        assert (y.double().cpu() - exact).norm() <= 2.0**-8 * exact.norm()
+
+
+@pytest.mark.parametrize("by", ["tensor", "row", "block"])
 def test_a_compiled_layer_has_the_gradients_of_a_cpu(by):
     generator = torch.Generator().manual_seed(2)
     weight = (0.02 * torch.randn(1024, 2048, generator=generator)).to(torch.bfloat16)
     x, grad = (torch.randn(64, width, generator=generator).to(torch.bfloat16) for width in (2048, 1024))
 
     def gradients(device: str) -> list[torch.Tensor]:
-        layer = Linear(2048, 1024, False, kind=EightBits(by=by), dtype=torch.bfloat16, device=device)
+        narrow = by == "block" and multiplies_blocks(torch.device(device))
+        layer = Linear(2048, 1024, False, kind=EightBits(by, narrow), dtype=torch.bfloat16, device=device)
         with torch.no_grad():
             layer.weight.copy_(weight)
         own = x.detach().clone().to(device).requires_grad_()

@@ -13,7 +13,7 @@ from tilemesh.model.config import preset
 from tilemesh.model.work.operations import Product, layer_work
 from tilemesh.model.work.passes import CAST_BYTES, MemoryPass
 from tilemesh.model.work.task import Task
-from tilemesh.model.work.weights import is_wide_for_fp8
+from tilemesh.model.work.weights import is_wide_for_fp8, why_not
 from tilemesh.plan.choose import search
 from tilemesh.plan.prediction import trainable
 from tilemesh.plan.space import Pins
@@ -80,3 +80,11 @@ def test_casts_cost_more_than_narrow_products_save() -> None:
     assert is_wide_for_fp8(2048, 2048, "row")
     work = layer_work(preset("gpt2-124m"), Task(1, 1024, 1024, precision="fp8", fp8_scales="row"))
     assert not any(op.fp8 for op in (*work.forward, *work.backward) if isinstance(op, Product))
+
+
+def test_blocks_are_not_cut_by_tp() -> None:
+    plan = ParallelPlan(tp=8, precision="fp8", fp8_scales="block")
+    assert why_not(LLAMA, plan) is None
+    assert why_not(preset("tinyllama-1.1b"), plan) == (
+        "tp is 8: blocks of 128 of the MLP in would lie on two ranks; use fp8_scales=row"
+    )

@@ -27,7 +27,7 @@ Recompute = Literal["none", "selective", "operators", "full"]
 Attention = Literal["fused", "materialized"]
 ContextExchange = Literal["ring", "gather", "heads", "heads-ring"]
 Precision = Literal["fp32", "bf16", "bf16-master", "fp16", "fp64", "fp8"]
-Fp8Scales = Literal["tensor", "row"]
+Fp8Scales = Literal["tensor", "row", "block"]
 MASTERED = ("bf16-master", "fp8")
 """Precisions with 16-bit weights and gradients, and float32 copies of the weights that are stepped."""
 OFFLOADS = ("optimizer", "activations", "weights")
@@ -180,8 +180,9 @@ class StepSettings:
     """fp32; bf16 and fp16: float32 weights with autocast (fp16 with loss scaling); bf16-master: 16-bit weights and
     gradients with float32 master weights; fp64 for tests; fp8: bf16-master with the layers' products in 8 bits."""
     fp8_scales: Fp8Scales = "tensor"
-    """With precision fp8, what of a product's operand has a scale of its own: all of it (tensor), or every token and
-    every output (row), which outliers harm less; a weight's gradient is then multiplied in 16 bits."""
+    """With precision fp8, what of a product's operand has a scale of its own: all of it (tensor); every token and every
+    output (row); or 128 columns of a token and 128 x 128 weights (block). Outliers harm less from one to the next; with
+    row and block a weight's gradient is multiplied in 16 bits."""
 
     @property
     def offloads(self) -> tuple[str, ...]:

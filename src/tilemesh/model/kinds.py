@@ -154,8 +154,8 @@ class FewBits(MatrixKind):
         is_apart = self.scheme.granularity == "tensor" or self.static or not self.packed
         return None if is_apart else dataclasses.replace(self, settled=True)
 
-    def why_not(self, by: str, inputs: int) -> str:
-        return _why_no_groups(self.scheme, by, inputs)
+    def why_not(self, by: str, width: int) -> str:
+        return _why_no_groups(self.scheme, by, width)
 
     def agrees(self, by: str) -> bool:
         return by == "row"  # who has all of a row finds the scale of its activations alone
@@ -200,8 +200,8 @@ class Rounded(DenseMatrix):
         back = rounded(weight.detach(), self.scheme, agree=agree)
         return _with_bias(functional.linear(x, weight + (back - weight).detach()), bias)
 
-    def why_not(self, by: str, inputs: int) -> str:
-        return _why_no_groups(self.scheme, by, inputs)
+    def why_not(self, by: str, width: int) -> str:
+        return _why_no_groups(self.scheme, by, width)
 
     def agrees(self, by: str) -> bool:
         return by == "row" or self.scheme.granularity == "tensor"  # a matrix under one scale has parts everywhere
@@ -222,7 +222,7 @@ class Masked(DenseMatrix):
             weight = weight - (weight * ~kept).detach()
         return _with_bias(functional.linear(x, weight), bias)
 
-    def why_not(self, by: str, inputs: int) -> str:
+    def why_not(self, by: str, width: int) -> str:
         if self.block is not None:
             return ""
         return "unstructured pruning ranks the weights of a whole matrix, and tp cuts it; prune 2:4, or set tp=1"
@@ -397,8 +397,8 @@ class Adapted(MatrixKind):
     def dense(self, layer: Linear) -> Tensor:
         return self.base.dense(layer) + self.scale * (layer.lora_b @ layer.lora_a)
 
-    def why_not(self, by: str, inputs: int) -> str:
-        return self.base.why_not(by, inputs)
+    def why_not(self, by: str, width: int) -> str:
+        return self.base.why_not(by, width)
 
     def agrees(self, by: str) -> bool:
         return self.base.agrees(by)

@@ -108,8 +108,9 @@ class MatrixKind:
         """The whole layer where it stands alone: a kind may compute the epilogue with the product."""
         return ACTIVATIONS[layer.activation](self.affine(layer, x, layer.bias))
 
-    def why_not(self, by: str, inputs: int) -> str:
-        """Why the matrix cannot be cut `by` "column" or "row" so that a rank has so many inputs; "" where it can."""
+    def why_not(self, by: str, width: int) -> str:
+        """Why the matrix cannot be cut `by` "column" or "row" so that a rank has so many outputs or inputs; "" where it
+        can."""
         return ""
 
     def agrees(self, by: str) -> bool:

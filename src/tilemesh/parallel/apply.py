@@ -505,7 +505,7 @@ def _place(name: str, layer: Linear, split: Split, seams: Seams) -> None:
     else:
         assert isinstance(split, ColumnSplit)
         outputs = max(1, (split.units or ranks) // ranks) * (outputs // (split.units or ranks))
-    why_not = layer.kind.why_not(by, inputs)
+    why_not = layer.kind.why_not(by, inputs if by == "row" else outputs)
     if why_not:
         raise UsageError(f"{name}: {why_not}")
     agree = (lambda most: seams.sum(most.contiguous(), "max")) if layer.kind.agrees(by) else None

@@ -36,7 +36,7 @@ def planned_programs(config: TrainConfig, device: torch.device) -> Prepared:
     kernels = config.kernels_on(device.type)
     model = Transformer(config.model, device="meta", dtype=stored_dtype(config.plan.precision), kernels=kernels)
     if config.plan.precision == "fp8":
-        multiply_in_8_bits(model, config.plan.fp8_scales)
+        multiply_in_8_bits(model, config.plan.fp8_scales, device)
     if config.lora.rank:
         attach(model, config.lora, config.train.seed)
     recipe = training_recipe(config.compress.recipe)

@@ -360,7 +360,7 @@ def lay_model(
         put_kinds(model, stored_kinds(config.lora.base))
     if config.plan.precision == "fp8":
         require_fp8(device)
-        multiply_in_8_bits(model, config.plan.fp8_scales)
+        multiply_in_8_bits(model, config.plan.fp8_scales, device)
     if config.lora.rank:
         attach(model, config.lora, config.train.seed)
     extend(model)

@@ -144,7 +144,7 @@ def layer_work(model: ModelConfig, task: Task) -> PartWork:
     scores, scores_back = _attention(model, task)
     passes, passes_back = layer_passes(model, task)
     weight_gradients = tuple(_weight_gradients(products))
-    if task.fp8_scales == "row":
+    if task.fp8_scales != "tensor":
         weight_gradients = tuple(op._replace(fp8=False) for op in weight_gradients)
     return PartWork(
         forward=(*products, *passes, *scores),

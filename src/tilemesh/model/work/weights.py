@@ -165,13 +165,26 @@ def active_matrices(model: ModelConfig) -> tuple[Weight, ...]:
     return tuple(weight for weight in layer_matrices(model) if weight.expert < max(1, model.experts_per_token))
 
 
-LEAST_FP8_WIDTH: Mapping[Fp8Scales, int] = {"tensor": 600, "row": 900}
+LEAST_FP8_WIDTH: Mapping[Fp8Scales, int] = {"tensor": 600, "row": 900, "block": 900}
 
 
 def is_wide_for_fp8(outputs: int, inputs: int, scales: Fp8Scales = "tensor") -> bool:
     """Whether products in 8 bits save more than the casts of what they take and give cost: the first grows with
     outputs x inputs, the second with their sum. MEASURED on an H200 with 16,384 tokens (docs/kernels/LOG.md)."""
     return outputs * inputs >= LEAST_FP8_WIDTH[scales] * (outputs + inputs)
+
+
+FP8_BLOCK = 128  # columns of a token, and rows and columns of weights, that share a scale
+
+
+def _uneven_blocks(model: ModelConfig, tp: int) -> str:
+    """A matrix that tp cuts within a block."""
+    for weight in layer_matrices(model):
+        whole = (weight.outputs, weight.inputs)
+        sides = [side for side, all_of in zip(weight.shape(tp), whole, strict=True) if side != all_of]
+        if is_wide_for_fp8(*whole, "block") and any(side % FP8_BLOCK for side in sides):
+            return weight.words
+    return ""
 
 
 def touched_experts(model: ModelConfig, tokens: int) -> float:
@@ -420,6 +433,8 @@ def why_not(model: ModelConfig, plan: ParallelPlan, ranks: int | None = None) ->
     reason = why_not_tp(model, plan.tp)
     if reason:
         return f"{reason}; {_nearest_tp(model, plan.tp)}"
+    if plan.precision == "fp8" and plan.fp8_scales == "block" and (uneven := _uneven_blocks(model, plan.tp)):
+        return f"tp is {plan.tp}: blocks of {FP8_BLOCK} of the {uneven} would lie on two ranks; use fp8_scales=row"
     if plan.cp > 1 and plan.cp_exchange == "heads" and model.kv_heads % (plan.tp * plan.cp):
         return (
             f"cp_exchange is heads and cp is {plan.cp}: a rank gets whole KV heads, and {model.kv_heads} kv_heads are "

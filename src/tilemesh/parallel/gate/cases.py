@@ -303,7 +303,7 @@ def compressed(ranks: int) -> list[tuple[ParallelPlan, str]]:
             (gate_plan(1, 2), "by fp8 tensor"),
             (gate_plan(1, 2, True, 2), "by fp8 row"),
             (gate_plan(2, zero=3, recompute="full"), "by fp8 row"),
-            (gate_plan(accumulation=4, pp=2, schedule="zb-h1"), "by fp8 row"),
+            (gate_plan(accumulation=4, pp=2, schedule="zb-h1"), "by fp8 block"),
             (gate_plan(2, zero=1), "rounded int2-g8-affine"),
             (gate_plan(2, zero=3), "rounded int4-g4"),
             (gate_plan(2, offload="weights", zero=2, prefetch=0), "masked"),
