@@ -20,6 +20,7 @@ from tilemesh.core.hardware import Device
 from tilemesh.kernels.accuracy import excess
 from tilemesh.kernels.attention import reference
 from tilemesh.kernels.attention.cost import FORM, WINDOW, AttentionProblem
+from tilemesh.kernels.launch.gpu import device_index, gpu_of
 from tilemesh.kernels.operator_bench import EAGER, OURS, Arguments, OperatorBench, both_ways
 from tilemesh.kernels.rates import LAUNCH_S
 
@@ -107,10 +108,11 @@ class AttentionBench(OperatorBench[AttentionProblem]):
         return two_of_seven / (forward * peak) + rest + work.launches * LAUNCH_S
 
     def chosen(self, problem: AttentionProblem, device: torch.device) -> dict[str, str]:
-        shape = (1, 1, problem.tokens, problem.width)
-        q, starts = torch.empty(shape, device="meta"), torch.empty(2) if problem.mask == "packed" else None
-        causal, window = problem.options.values()
-        takes = reference.gains(q, q, q, starts, bool(causal), int(window), 0.0, False)
+        plain = problem.mask in ("causal", "full")
+        dtype = getattr(torch, problem.dtype)
+        is_hopper = device.type == "cuda" and gpu_of(device_index(device)).hopper
+        faster = is_hopper and problem.mask == "causal" and problem.passes == "forward"
+        takes = not plain or (faster and reference.is_faster(problem.tokens, problem.width, dtype))
         return {"auto": "ours" if takes else "torch"}
 
 

@@ -19,10 +19,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.accuracy import CONFIDENCE, accumulator, rounding_error, unit
+from tilemesh.kernels.launch.gpu import device_index, gpu_of
 from tilemesh.kernels.launch.operator import operator
 from tilemesh.kernels.launch.tensors import is_plain, is_traced, is_transformed
 
 WIDEST_HEAD = 256
+_FASTER_FROM = 3000  # tokens
 
 
 def check(
@@ -81,13 +83,20 @@ def served(
 def gains(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, causal: bool, window: int, scale: float, deterministic: bool
 ) -> bool:
-    """Whether `auto` takes the kernels on a GPU: where torch has no kernel of its own, or none that repeats.
-
-    Causal and full attention is cuDNN's through torch: forward and backward together it is 2 to 6 % ahead on an H200
-    (docs/kernels/LOG.md). A window or packed sequences would be a dense mask there.
-    """
+    """Whether `auto` takes the kernels on a GPU: where torch has no kernel of its own, or none that repeats, or ours is
+    the faster one. A window or packed sequences would be a dense mask there."""
     shifted = causal and q.shape[2] != k.shape[2]  # torch's causal mask stands at the first key
-    return starts is not None or bool(window) or shifted or deterministic
+    if starts is not None or window or shifted or deterministic:
+        return True
+    differentiates = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v))
+    is_hopper = q.device.type == "cuda" and gpu_of(device_index(q.device)).hopper
+    return is_hopper and causal and not differentiates and is_faster(q.shape[2], q.shape[3], q.dtype)
+
+
+def is_faster(tokens: int, width: int, dtype: torch.dtype) -> bool:
+    """Whether our forward pass of causal attention is ahead of cuDNN's, measured on an H200 (docs/kernels/README.md):
+    1.03 at 3,000 tokens to 1.07 at 16,384, .92 at 2,048; backward, heads of 64 and 96 and full attention are not."""
+    return tokens >= _FASTER_FROM and width == 128 and dtype in (torch.float16, torch.bfloat16)
 
 
 @operator(
