@@ -123,7 +123,7 @@ class FunctionBench(OperatorBench[SizedProblem]):
         reference = self.timed(problem, reference)
         forward, doubled = problem.options.get("passes") != "both", [_double(value) for value in arguments]
         exact = self.exact(*arguments, **options) if self.exact and forward else _first(reference(*doubled))
-        plain = _first(reference(*arguments))
+        plain = _first(self.timed(problem, self.calls(problem)[EAGER])(*arguments))
         # Plain torch rounds after each of its operators: what it may, a peer may. On few elements it may be lucky, so
         # that without a bound of the operator's own a few roundings in the kernels' precision are allowed as well.
         torchs = 2 * (plain.double() - exact).abs().max()

@@ -87,4 +87,9 @@ def features(problem: Problem, config: Config, rates: TileRates) -> list[float]:
     lying += [side % 2 == 1 for side in (problem.n, problem.k)]
     copies = [math.log2(1 + copied), copied / limit.bytes_moved]
     c = [problem.c_kind == "full", problem.c_kind == "row", config.kind == "library" and problem.epilogue_in_library]
-    return [float(value) for value in (*sizes, *work, *kinds, *tile, *filling, *lying, *copies, *c)]
+    # Whether rows begin on lines of the L2 cache: a tile of others, which TMA fetches row by row, touches twice as
+    # many.
+    lines = [
+        max(matrix.row_stride, matrix.column_stride) * size % 128 == 0 for matrix in (problem.a, problem.b, problem.d)
+    ]
+    return [float(value) for value in (*sizes, *work, *kinds, *tile, *filling, *lying, *copies, *c, *lines)]

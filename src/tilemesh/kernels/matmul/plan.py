@@ -232,7 +232,8 @@ def _prefetches(problem: Problem, config: Config) -> bool:
 
 
 def _reduce_step(problem: Problem, config: Config, tile0: int, tiles: int) -> Step:
-    rows = max(1, min(config.block_m, REDUCE_ELEMENTS // config.block_n))
+    # Where many parts are added up, by more programs that each add up fewer elements.
+    rows = max(1, min(config.block_m, REDUCE_ELEMENTS // config.block_n // max(1, config.split_k // 16)))
     arguments: dict[str, Argument] = {"work": Pointer("work"), **_c_d_z(problem)}
     arguments |= {"M": problem.m, "N": problem.n, "tile0": tile0}
     constants = {

@@ -60,9 +60,26 @@ PORTFOLIO: tuple[Config, ...] = (
 )
 
 
+_DEEP_TILES = ((16, 32, 64), (64, 32, 64), (64, 64, 64), (128, 64, 64))
+_MULTIPROCESSORS = 132
+_DEEPEST = 128  # programs that share a tile
+
+
+def deep(problem: Problem) -> list[Config]:
+    """K cut so often that even a few tiles fill the GPU. No copies are made in front of these, which read what a whole
+    product of so few tiles reads."""
+    made = []
+    for block_m, block_n, block_k in _DEEP_TILES:
+        tiles = -(-problem.m // block_m) * -(-problem.n // block_n)
+        for split in (32, 64, _DEEPEST):
+            if 16 * tiles < _MULTIPROCESSORS and tiles * split <= 2 * _MULTIPROCESSORS:
+                made.append(Config("split", block_m, block_n, block_k, 4, 4, split_k=split, tma_loads=False))
+    return made
+
+
 def offered(problem: Problem, *, shared_limit: int = HOPPER_SHARED_BYTES) -> list[Config]:
     """The portfolio's members, and the library's ways, that can compute this problem without being mostly padding."""
-    fitting = [config for config in PORTFOLIO if _sensible(config, problem)]
+    fitting = [config for config in (*PORTFOLIO, *deep(problem)) if _sensible(config, problem)]
     ways = [*libraries(problem), *fitting]
     if min(problem.m, problem.n) == 1:  # a vector: the matrix is read once, and to copy it first is to move it thrice
         ways = [config for config in ways if not copy_bytes(problem, config)]
