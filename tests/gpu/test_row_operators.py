@@ -28,9 +28,17 @@ def error(found, exact):
     return ((found.double() - exact).norm() / exact.norm()).item()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+def each_dtype(shapes):
+    """Two of them for large shapes: a kernel takes a second to compile."""
+    both = (torch.bfloat16, torch.float32)
+    return [(shape, dtype) for shape in shapes for dtype in (DTYPES if shape[0] * shape[1] < 2**17 else both)]
+
+
 @pytest.mark.parametrize(
-    "shape", [(1, 1), (7, 5), (300, 1000), (64, 4097), (33, 16384), (5, 16385), (300, 30000), (300, 50257), (3, 262144)]
+    ("shape", "dtype"),
+    each_dtype(
+        [(1, 1), (7, 5), (30, 1000), (9, 4097), (33, 16384), (5, 16385), (300, 30000), (300, 50257), (3, 262144)]
+    ),
 )
 def test_softmax(shape, dtype):
     x = normal(*shape, dtype=dtype)
@@ -39,8 +47,10 @@ def test_softmax(shape, dtype):
         assert excess(y, softmaxes.exact(x, 0.7, causal), softmaxes.error_bound(x, 0.7, causal)) is None
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1), (7, 5), (300, 768), (2000, 1000), (64, 4096), (33, 8192), (5, 32768)])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    each_dtype([(1, 1), (7, 5), (30, 768), (2000, 1000), (9, 4097), (300, 8192), (5, 32769), (300, 35000)]),
+)
 def test_norms(shape, dtype):
     x, weight, bias = normal(*shape, dtype=dtype) + 1, *(normal(shape[1], dtype=dtype, seed=s) for s in (1, 2))
     y = kernels.rms_norm(x, weight, eps=1e-5, implementation="triton")
@@ -51,14 +61,13 @@ def test_norms(shape, dtype):
     assert excess(y, exact, norms.error_bound(x, weight, bias, eps=1e-5, centred=True)) is None
 
 
-@pytest.mark.parametrize("columns", [9, 35, 62, 100, 250, 333, 768, 1220, 4097, 5000, 16384])
+@pytest.mark.parametrize("columns", [9, 35, 62, 333, 1220, 16384])
 def test_a_rows_norm_has_the_same_bits_beside_any_number_of_rows(columns):
-    """Where rows begin alike: of an odd width every eighth does."""
-    x, weight, bias = normal(9000, columns, dtype=torch.bfloat16), *(normal(columns, seed=s) for s in (1, 2))
-    for norm in (lambda x: kernels.rms_norm(x, weight), lambda x: kernels.layer_norm(x, weight, bias)):
-        whole = norm(x)
-        for rows in (1, 5, 130, 1100):
-            assert torch.equal(norm(x[:rows]), whole[:rows]), rows
+    x = normal(2**23 // columns, columns, dtype=torch.bfloat16)
+    weight, bias = (normal(columns, seed=s) for s in (1, 2))
+    whole = kernels.layer_norm(x, weight, bias)
+    for rows in (1, 130):
+        assert torch.equal(kernels.layer_norm(x[:rows], weight, bias), whole[:rows]), rows
 
 
 def test_a_norm_with_a_weight_is_no_norm_with_a_bias():
