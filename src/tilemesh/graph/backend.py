@@ -26,13 +26,14 @@ from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.units import parse_bytes
 from tilemesh.graph.aten import decompositions
 from tilemesh.graph.calls import with_better_calls
+from tilemesh.graph.channels import channels_last, known_shape, strides_of
 from tilemesh.graph.compile_ahead import AheadCompilers
 from tilemesh.graph.emit import Emitted, program
 from tilemesh.graph.generated import server, way_for
 from tilemesh.graph.ir import Graph, Node
 from tilemesh.graph.joining import joined_products
 from tilemesh.graph.lower import Lowered, NotServedError, apart, lower
-from tilemesh.graph.opaque import Strides, laid, traced_strides
+from tilemesh.graph.opaque import Strides, laid, lies, traced_strides
 from tilemesh.graph.partition import StepCut, least_cut, within
 from tilemesh.graph.recorded import reason_against, recorded, waits_for_host
 from tilemesh.graph.regions import fused
@@ -326,7 +327,7 @@ def _written(
     module: fx.GraphModule, inputs: Sequence[Any], way: str | None, ahead: AheadCompilers | None = None,
     kind: str = "inference", kernels: bool = True,
 ) -> _Written:  # fmt: skip
-    lowered, better, steps = _planned_from(module, way)
+    lowered, better, steps = _planned_from(module, way, inputs)
     nodes = iter(range(len(lowered.returned)))
     kept = [next(nodes) if isinstance(value, Node) else None for value in lowered.returned]
     # A forward program's own results lie as in eager; what it leaves for the backward one lies as it comes.
@@ -337,12 +338,18 @@ def _written(
     return _Written(run, lowered, steps, kept)
 
 
-def _planned_from(module: fx.GraphModule, way: str | None) -> tuple[Lowered, Graph, Sequence[Applied]]:
+def _planned_from(
+    module: fx.GraphModule, way: str | None, inputs: Sequence[Any] = ()
+) -> tuple[Lowered, Graph, Sequence[Applied]]:
     """A traced module as it was lowered, the graph that shall run, and the rewrites between them."""
     lowered = lower(module, kernels=way is not None)
     better, steps = simplify(lowered.graph, ALGEBRA)
     better = apart(joined_products(better)[0], lowered.made, lowered.strides)
-    return lowered, as_kernels(better, way) if way is not None else better, steps
+    if way is None:
+        return lowered, better, steps
+    pictures = zip(better.inputs, inputs, strict=False)
+    there = {node for node, value in pictures if len(node.shape) == 4 and lies(value, strides_of(known_shape(node)))}
+    return lowered, as_kernels(channels_last(better, way, there), way), steps
 
 
 def _planned(module: fx.GraphModule, way: str | None) -> Graph:

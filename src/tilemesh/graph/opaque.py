@@ -163,6 +163,9 @@ def with_lays(
         return lay
 
     for node in graph.nodes():
+        if node.op == "lay":
+            new[node] = read(node.inputs[0], node["strides"])
+            continue
         wanted = operand_strides(node) if node.op == "opaque" else (None,) * len(node.inputs)
         new[node] = rebuilt(node, [read(*pair) for pair in zip(node.inputs, wanted, strict=True)])
     outputs = [read(*pair) for pair in zip(graph.outputs, results or (None,) * len(graph.outputs), strict=True)]
