@@ -22,6 +22,7 @@ from tilemesh.kernels.context import Context, use
 from tilemesh.kernels.cross_entropy import kernel as loss_kernels
 from tilemesh.kernels.cross_entropy import reference as losses
 from tilemesh.kernels.launch.call import Place
+from tilemesh.kernels.launch.gpu import DESCRIBED
 from tilemesh.kernels.launch.operator import looks_at_values
 from tilemesh.kernels.launch.program import Operand, compile_step
 from tilemesh.kernels.linear_cross_entropy import cost as chunks
@@ -81,6 +82,38 @@ def test_rows_of_any_length_move_16_bytes_at_a_time_on_an_h200(columns, function
     assert copies
     assert causal or all("v4.b32" in line or "0x10" in line for line in copies)  # else every row has an end of its own
     assert "st.global.v4.b32" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "forward", "backward"),
+    [
+        (600, 333, "forward_pass", "backward_pass add_up"),
+        (600, 50_257, "long_forward", "long_backward column_sums add_up"),
+        (9, 50_257, "part_sums part_write", "part_slopes few_rows_back"),
+        (34, 11, "forward_pass", "backward_pass"),
+    ],
+)
+def test_what_norms_of_any_rows_launch_and_how_wide_they_load_on_an_h200(rows, columns, forward, backward, monkeypatch):
+    monkeypatch.setattr(norm_kernels, "gpu_of", lambda index: DESCRIBED["h200"])
+    monkeypatch.setattr(norm_kernels, "device_index", lambda device: 0)
+    place, vector = Place((rows, columns), (columns, 1), "bfloat16", True), Place((columns,), (1,), "bfloat16", True)
+    own = Place((rows,), (1,), "float32", True)
+    places = {"x": place, "weight": vector, "bias": vector, "root": own, "mean": own}
+    steps = norm_kernels.forward_plan(places | {"y": place}, eps=1e-5, centred=True).steps
+    assert " ".join(step.function for step in steps) == forward
+    walk = norm_kernels._programs(torch.device("cuda"), rows, columns, False)
+    places |= {"grad": place, "dx": place, "dweight": vector, "dbias": vector}
+    if walk["splits"]:
+        shape = (2, walk["splits"], columns)
+        places["sums"] = Place(shape, (shape[1] * columns, columns, 1), "float32", True)
+    back = norm_kernels.backward_plan(places, centred=True, **walk).steps
+    assert " ".join(step.function for step in back) == backward
+    if columns == 333:
+        operands = dict.fromkeys(("x", "y", "weight", "bias"), Operand("bfloat16"))
+        operands |= dict.fromkeys(("root", "mean"), Operand("float32"))
+        ptx = compile_step(steps[0], operands, GPUTarget("cuda", 90, 32)).asm["ptx"]
+        assert "ld.global.v4.b32" in ptx
+        assert "st.global.v4.b32" in ptx
 
 
 @pytest.mark.parametrize(

@@ -324,7 +324,7 @@ def tile_config(rows: int, classes: int) -> tuple[int, int]:
     alone = max(2, triton.next_power_of_2(rows))
     if alone * max(4, wide) <= _ONE_PROGRAM:
         return alone, max(1, min(8, alone * wide // 128))
-    tall, least = max(2, 1024 // max(4, wide)), max(2, 128 // max(4, wide))
+    tall, least = max(2, 1024 // max(4, wide)), max(2, 512 // max(4, wide))
     tall = min(tall, max(least, triton.next_power_of_2(blocks(rows, _MANY_PROGRAMS))))
     if rows <= _FEW_ROWS:
         return tall, max(1, tall * wide // 512)
