@@ -8,9 +8,11 @@ import torch
 import tilemesh as tm
 from tilemesh.comm import connect
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.kernels import context
 from tilemesh.kernels.accuracy import excess
 from tilemesh.kernels.activations.names import ACTIVATIONS
 from tilemesh.kernels.grouped_linear import reference as grouped
+from tilemesh.kernels.launch import native
 from tilemesh.kernels.problems import SizedProblem
 from tilemesh.kernels.scale_shift import reference
 from tilemesh.model.config import ModelConfig
@@ -146,3 +148,33 @@ def test_compile_and_graph_capture(recording):
     found.fill_(float("nan"))
     graph.replay()
     assert torch.equal(found, want)
+
+
+def test_calls_with_gradients_by_the_compiled_node(monkeypatch):
+    """As by Python's autograd function, bit for bit: alone, on another stream, and in a captured graph."""
+    native.NATIVE.load()
+    assert native.NATIVE.functions is not None, native.NATIVE.why_not
+    x = torch.randn(300, 1000, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(1000, device="cuda", requires_grad=True)
+
+    def gradients():
+        y = tm.kernels.rms_norm(x, weight)
+        return y, *torch.autograd.grad(y, (x, weight), x.detach())
+
+    monkeypatch.setattr(native.NATIVE, "functions", None)
+    with context.use(context.Context()):
+        exact = gradients()
+    monkeypatch.undo()
+    for turn in range(4):
+        with torch.cuda.stream(torch.cuda.Stream() if turn == 3 else None):
+            found = gradients()
+        torch.cuda.synchronize()
+        assert turn == 0 or found[0].grad_fn.name() == "rms_normBackward"
+        assert all(map(torch.equal, found, exact))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gradients()
+    for tensor in captured:
+        tensor.detach().fill_(float("nan"))
+    graph.replay()
+    assert all(map(torch.equal, captured, exact))
