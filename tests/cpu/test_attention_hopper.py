@@ -59,7 +59,7 @@ CASES = {
     "full": (70, 190, 64, {}),
     "window": (270, 270, 64, {"causal": True, "window": 40}),
     "both sides": (130, 130, 128, {"window": 30}),
-    "packed": (200, 200, 64, {"causal": True, "starts": [0, 5, 140, 200]}),
+    "packed": (200, 200, 64, {"causal": True, "starts": [0, 5, 140, 200], "sinks": [0.5, 3.0]}),
 }
 
 
@@ -71,9 +71,10 @@ def test_the_kernels_source_computes_what_torch_does(case):
     k, v = (heads(1, keys, width, seed) for seed in (1, 2))
     mask = plan.Mask(options.get("causal", False), options.get("window", 0), width**-0.5)
     packed = bounds(starts) if starts else {}
+    sinks = {"sinks": torch.tensor(options["sinks"])} if "sinks" in options else {}
     y, kept = torch.full((1, 2, queries, width), float("nan")).half(), torch.full((1, 2, queries), float("nan"))
-    emulate(plan.forward_plan, {"q": q, "k": k, "v": v, "y": y, "kept": kept, **packed}, mask)
-    given = {**options, **({"starts": torch.tensor(starts)} if starts else {})}
+    emulate(plan.forward_plan, {"q": q, "k": k, "v": v, "y": y, "kept": kept, **packed, **sinks}, mask)
+    given = {**options, **({"starts": torch.tensor(starts)} if starts else {}), **sinks}
     exact = [tensor.double().requires_grad_() for tensor in (q, k, v)]
     true = reference.exact(*exact, **given)
     assert ((y.double() - true).norm() / true.norm()).item() < 1e-3

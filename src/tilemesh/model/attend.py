@@ -32,8 +32,8 @@ def attend(
     """softmax(q k / sqrt(E)) v of each token over those up to itself, after queries and keys are turned: (B, T, H, E).
 
     `window`: over the last so many only, itself included; 0: over all. `documents`: none sees another.
-    `implementation`: "torch", of tilemesh's operator, which has neither documents nor caps nor sinks, or as
-    `model.attend_alone` does it. `cap`, `sinks_H`: as `model.soft_cap`.
+    `implementation`: "torch", of tilemesh's for joined q, k and v, which knows neither documents nor caps nor sinks, or
+    as `model.attend_alone` does it. `cap`, `sinks_H`: as `model.soft_cap`.
     """
     y_BHTE: Tensor
     heads, kv_heads, is_plain = q_BTHE.shape[2], k_BTKE.shape[2], not cap and sinks_H is None
@@ -57,11 +57,11 @@ def attend(
         return attend_alone(q_NHE, k_NKE, v_NKE, starts, tokens, window, cap, sinks_H).view(q_BTHE.shape)
     if documents is not None:
         y_BHTE = attend_within(q_BHTE, k_BKTE, v_BKTE, documents, window, cap=cap, sinks_H=sinks_H)
-    elif 0 < window < q_BHTE.shape[2] and not is_plain:
+    elif 0 < window < q_BHTE.shape[2] and cap:
         mask_TS = seen(q_BHTE, k_BKTE, None, causal=True, window=window)
         y_BHTE = attend_masked(q_BHTE, k_BKTE, v_BKTE, mask_TS, cap=cap, sinks_H=sinks_H)
-    elif 0 < window < q_BHTE.shape[2]:
-        y_BHTE = windowed_attention(q_BHTE, k_BKTE, v_BKTE, causal=True, window=window)
+    elif not cap and (0 < window < q_BHTE.shape[2] or sinks_H is not None):
+        y_BHTE = windowed_attention(q_BHTE, k_BKTE, v_BKTE, sinks=sinks_H, causal=True, window=window)
     else:
         y_BHTE = attend_masked(q_BHTE, k_BKTE, v_BKTE, is_causal=True, cap=cap, sinks_H=sinks_H)
     return y_BHTE.transpose(1, 2)

@@ -135,11 +135,11 @@ class _ByTiles(torch.autograd.Function):
         with torch.enable_grad():
             q, k, v = (x.transpose(0, 1)[None] for x in inputs[:3])
             y: Tensor
-            if ctx.cap or sinks_H is not None:
+            if ctx.cap:
                 mask = seen(q, k, starts, causal=True, window=ctx.window)
                 y = attend_masked(q, k, v, mask, cap=ctx.cap, sinks_H=inputs[3] if inputs[3:] else None)
             else:
-                y = attention(q, k, v, starts, causal=True, window=ctx.window)
+                y = attention(q, k, v, starts, *inputs[3:], causal=True, window=ctx.window)
             made = torch.autograd.grad(y[0].transpose(0, 1), inputs, grads[0])
         return (*made[:3], None, None, None, None, made[3] if made[3:] else None)
 

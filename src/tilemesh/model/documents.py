@@ -54,15 +54,15 @@ def attend_within(
     """Causal attention in which no token sees another document.
 
     `end_to_end`: by the operator for packed sequences, all rows as one, which on a GPU has a kernel; otherwise by a
-    mask over each row. None: whichever is quicker on this device. `cap`, `sinks_H`: as `model.soft_cap`, by a mask.
+    mask over each row. None: whichever is quicker on this device. `cap`: as `model.soft_cap`, by a mask; `sinks_H`.
     """
     rows, _, tokens, _ = q_BHTE.shape
     y_BHTE: Tensor
     if end_to_end is None:
-        end_to_end = q_BHTE.is_cuda and q_BHTE.dtype != torch.float64 and not cap and sinks_H is None
+        end_to_end = q_BHTE.is_cuda and q_BHTE.dtype != torch.float64 and not cap
     if end_to_end:
         laid = (x.transpose(0, 1).flatten(1, 2)[None] for x in (q_BHTE, k_BKTE, v_BKTE))
-        y_BHTE = windowed_attention(*laid, documents.starts, causal=True, window=window)
+        y_BHTE = windowed_attention(*laid, documents.starts, sinks_H, causal=True, window=window)
         return y_BHTE[0].reshape(-1, rows, tokens, y_BHTE.shape[-1]).transpose(0, 1)
     number_BT = documents.number_BT
     seen_BTS = number_BT[:, :, None] == number_BT[:, None, :]

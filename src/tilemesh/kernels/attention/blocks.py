@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from tilemesh.kernels.accuracy import accumulator
+from tilemesh.kernels.attention.sinks import backward_on_cpu, forward_on_cpu
 from tilemesh.kernels.launch.computation import launcher
 from tilemesh.kernels.launch.implementation import implementation_of
 
 _SCORES = 1 << 20  # numbers: what is held of them, or of a mask, at a time
-_ON_CPU: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_ON_CPU_BACK: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class SeenKeys(NamedTuple):
@@ -157,37 +156,24 @@ def _is_fused(q: Tensor) -> bool:
 
 
 def _on_cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, seen: SeenKeys | None) -> tuple[Tensor, Tensor]:
-    wide = accumulator(q.dtype)
-    q, k, v = q.to(wide), _for_each_head(k.to(wide), q), _for_each_head(v.to(wide), q)
+    q, k, v = (x.to(accumulator(x.dtype)) for x in (q, k, v))
     if seen is None:
-        y, sums = _ON_CPU(q, k, v, 0.0, causal)
-        return y, sums
-    parts = [_ON_CPU(q[:, :, rows], k, v, 0.0, False, attn_mask=mask) for rows, mask in _masks(q, k, seen)]
+        return forward_on_cpu(q, k, v, causal)
+    parts = [forward_on_cpu(q[:, :, rows], k, v, False, mask) for rows, mask in _masks(q, k, seen)]
     y, sums = (torch.cat(each, 2) for each in zip(*parts, strict=True))
     return y, sums.masked_fill((seen.high_BT <= seen.low_BT)[:, None], -math.inf)
 
 
 def _back_on_cpu(tensors: tuple[Tensor, ...], sums: Tensor, causal: bool, seen: SeenKeys | None) -> BlockGradients:
     grad, q, k, v, y = (x.to(accumulator(x.dtype)) for x in tensors)
-    kv_heads, keys = k.shape[1], (_for_each_head(k, q), _for_each_head(v, q))
     if seen is None:
-        parts = [_ON_CPU_BACK(grad, q, *keys, y, sums, 0.0, causal)]
-    else:
-        parts = [
-            _ON_CPU_BACK(
-                *(x[:, :, rows] for x in (grad, q)), *keys, *(x[:, :, rows] for x in (y, sums)), 0.0, False,
-                attn_mask=mask,
-            )
-            for rows, mask in _masks(q, k, seen)
-        ]  # fmt: skip
+        return BlockGradients(*backward_on_cpu(grad, q, k, v, y, sums, causal))
+    parts = []
+    for rows, mask in _masks(q, k, seen):
+        slope, query, result, log = (x[:, :, rows] for x in (grad, q, y, sums))
+        parts.append(backward_on_cpu(slope, query, k, v, result, log, False, mask))
     dq, dk, dv = zip(*parts, strict=True)
-    shared = (sum(each[1:], each[0]).unflatten(1, (kv_heads, -1)).sum(2) for each in (dk, dv))
-    return BlockGradients(dq[0] if len(dq) == 1 else torch.cat(dq, 2), *shared)
-
-
-def _for_each_head(x: Tensor, q: Tensor) -> Tensor:
-    """Keys or values as often as query heads share them."""
-    return x.repeat_interleave(q.shape[1] // x.shape[1], 1) if q.shape[1] != x.shape[1] else x
+    return BlockGradients(torch.cat(dq, 2), *(sum(each[1:], each[0]) for each in (dk, dv)))
 
 
 def _masks(q: Tensor, k: Tensor, seen: SeenKeys) -> Iterator[tuple[slice, Tensor]]:

@@ -123,7 +123,7 @@ def attend_steps(
 
 @gluon.jit
 def attend_group(
-    group: gl.constexpr, y_desc, kept, q_part, y_part, k_ring, v_ring, q_ready, q_free, k_ready, k_free, v_ready,
+    group: gl.constexpr, y_desc, kept, sinks, q_part, y_part, k_ring, v_ring, q_ready, q_free, k_ready, k_free, v_ready,
     v_free, order, first, last, B, H, GROUP, T, S, window, factor, section, tiles,
     BLOCK_N: gl.constexpr, HEAD: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr, PACKED: gl.constexpr,
@@ -185,7 +185,16 @@ def attend_group(
 
         mbarrier.wait(v_ready.index(v_place), v_lap & 1)
         total = warpgroup_mma(weight, v_ring.index(v_place).reshape([BLOCK_N, HEAD]), total, is_async=True)
-        inverse = gl.convert_layout(1.0 / sums, gl.SliceLayout(1, total_layout))
+        if sinks is not None:
+            sink = gl.load(sinks + head % H).to(gl.float32) * 1.4426950408889634
+            larger = gl.maximum(largest, sink)
+            shrink = gl.exp2(largest - larger)
+            sums = sums * shrink + gl.exp2(sink - larger)
+            largest = larger
+            inverse = shrink / sums
+        else:
+            inverse = 1.0 / sums
+        inverse = gl.convert_layout(inverse, gl.SliceLayout(1, total_layout))
         gl.store(kept + head.to(gl.int64) * T + rows, largest + gl.log2(sums), mask=rows < T)
         total, weight = warpgroup_mma_wait(0, deps=(total, weight))
         mbarrier.arrive(v_free.index(v_place), count=1)
@@ -201,7 +210,7 @@ def attend_group(
 
 @gluon.jit
 def attend_hopper(
-    q_desc, k_desc, v_desc, y_desc, kept, first, last, B, H, GROUP, T, S, window, factor, section, tiles,
+    q_desc, k_desc, v_desc, y_desc, kept, sinks, first, last, B, H, GROUP, T, S, window, factor, section, tiles,
     BLOCK_N: gl.constexpr, HEAD: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
@@ -223,11 +232,11 @@ def attend_hopper(
     v_free = barriers(STAGES, PAIR)
     fence_async_shared()
     gl.warp_specialize([
-        (attend_group, (0, y_desc, kept, q_part, y_part, k_ring, v_ring, q_ready, q_free, k_ready, k_free, v_ready,
-                        v_free, order, first, last, B, H, GROUP, T, S, window, factor, section, tiles,
+        (attend_group, (0, y_desc, kept, sinks, q_part, y_part, k_ring, v_ring, q_ready, q_free, k_ready, k_free,
+                        v_ready, v_free, order, first, last, B, H, GROUP, T, S, window, factor, section, tiles,
                         BLOCK_N, HEAD, STAGES, CAUSAL, WINDOW, PACKED)),
-        (attend_group, (1, y_desc, kept, q_part, y_part, k_ring, v_ring, q_ready, q_free, k_ready, k_free, v_ready,
-                        v_free, order, first, last, B, H, GROUP, T, S, window, factor, section, tiles,
+        (attend_group, (1, y_desc, kept, sinks, q_part, y_part, k_ring, v_ring, q_ready, q_free, k_ready, k_free,
+                        v_ready, v_free, order, first, last, B, H, GROUP, T, S, window, factor, section, tiles,
                         BLOCK_N, HEAD, STAGES, CAUSAL, WINDOW, PACKED)),
         (load_forward, (q_desc, k_desc, v_desc, q_part, k_ring, v_ring, q_ready, q_free, k_ready, k_free, v_ready,
                         v_free, first, last, B, H, GROUP, T, S, window, section, tiles, BLOCK_N, HEAD,

@@ -153,7 +153,7 @@ def attend_blocks(
 
 @triton.jit
 def attend(
-    q, k, v, y, kept, first, last, B, H, GROUP, T, S, E, window, factor,
+    q, k, v, y, kept, sinks, first, last, B, H, GROUP, T, S, E, window, factor,
     q_b, q_h, q_t, q_e, k_b, k_h, k_t, k_e, v_b, v_h, v_t, v_e, y_b, y_h, y_t, y_e,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD: tl.constexpr, section, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
@@ -186,6 +186,13 @@ def attend(
         query, total, sums, largest, low, high, k, v, rest, end, S, E, factor, k_t, k_e, v_t, v_e,
         BLOCK_N, HEAD, True, UPCAST, PRECISION,
     )  # fmt: skip
+    if sinks is not None:
+        sink = tl.load(sinks + head_here).to(kind) * 1.4426950408889634
+        larger = tl.maximum(largest, sink)
+        shrink = tl.exp2(largest - larger)
+        sums = sums * shrink + tl.exp2(sink - larger)
+        total = total * shrink[:, None]
+        largest = larger
     store_rows(y + batch * y_b + head_here * y_h, total / sums[:, None], rows, T, E, y_t, y_e, HEAD)
     tl.store(kept + head.to(tl.int64) * T + rows, largest + tl.log2(sums), mask=rows < T)
 
@@ -203,6 +210,22 @@ def row_products(
     value = load_rows(y + head // H * y_b + head % H * y_h, rows, T, E, y_t, y_e, HEAD, False).to(kind)
     slope = load_rows(grad + head // H * g_b + head % H * g_h, rows, T, E, g_t, g_e, HEAD, False).to(kind)
     tl.store(delta + head.to(tl.int64) * T + rows, tl.sum(value * slope, 1), mask=rows < T)
+
+
+@triton.jit
+def sinks_back(kept, delta, sinks, dsinks, B, H, T, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """Of one head's sink: less its probabilities times delta. A value of 0 has no other gradient."""
+    kind: tl.constexpr = tl.float64 if WIDE else tl.float32
+    head = tl.program_id(0)
+    sink = tl.load(sinks + head).to(kind) * 1.4426950408889634
+    total = tl.zeros((BLOCK,), kind)
+    for batch in range(B):
+        at = (batch * H + head).to(tl.int64) * T
+        for start in range(0, T, BLOCK):
+            rows = start + tl.arange(0, BLOCK)
+            weight = tl.exp2(sink - tl.load(kept + at + rows, mask=rows < T, other=float("inf")))
+            total += weight * tl.load(delta + at + rows, mask=rows < T, other=0.0)
+    tl.store(dsinks + head, -tl.sum(total, 0))
 
 
 @triton.jit

@@ -198,6 +198,7 @@ def forward_plan(places: Mapping[str, Place], *, mask: Mask, target: Target) -> 
         "window": mask.window, "factor": mask.scale * _LOG2_E,
     }  # fmt: skip
     more["section"] = _section(batch * heads, k, heads // kv_heads)
+    more["sinks"] = Pointer("sinks") if "sinks" in places else None
     if target.multiprocessors and on_hopper(places, mask):
         ring = ring_of("attend", width)
         fixed = {"BLOCK_N": ring.rows, "HEAD": width, **mask.constants("first" in places)}
@@ -223,6 +224,15 @@ def products_plan(places: Mapping[str, Place]) -> LaunchPlan:
     wide = any(place.wide for place in places.values())
     grid = (blocks(queries, rows) * batch * heads, 1)
     return LaunchPlan((Step(f"{_KERNELS}:row_products", grid, arguments, constants, wide=wide),))
+
+
+def sinks_back_plan(places: Mapping[str, Place]) -> LaunchPlan:
+    """The gradients of sinks."""
+    batch, heads, queries = places["kept"].shape
+    arguments: dict[str, Argument] = {name: Pointer(name) for name in places}
+    arguments |= {"B": batch, "H": heads, "T": queries}
+    constants = {"BLOCK": min(1024, triton.next_power_of_2(queries)), "WIDE": places["kept"].dtype == "float64"}
+    return LaunchPlan((Step(f"{_KERNELS}:sinks_back", (heads, 1), arguments, constants, varying=("B", "H", "T")),))
 
 
 def keys_back_plan(places: Mapping[str, Place], *, mask: Mask, target: Target) -> LaunchPlan:
@@ -308,14 +318,18 @@ def attend_back(
     launch: Any, given: Mapping[str, Tensor], made: Mapping[str, Tensor], causal: bool, window: int, scale: float,
     bounds_of_keys: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> None:  # fmt: skip
-    """Write dq, dk and dv, which `made` holds, from q, k, v, y, its gradient and what was kept.
+    """Write dq, dk, dv and of sinks, where there are some, dsinks, which `made` holds, from q, k, v, y, its gradient
+    and what was kept.
 
     `bounds_of_keys`: `first` and `last` of the queries that see each key, where those of `given` are not theirs too.
     """
     sums = given["kept"]
     delta = torch.empty(sums.shape, dtype=sums.dtype, device=sums.device)
     launch(products_plan, {"y": given["y"], "grad": given["grad"], "delta": delta}, written=("delta",))
-    read = {**{name: tensor for name, tensor in given.items() if name != "y"}, "delta": delta}
+    read = {**{name: tensor for name, tensor in given.items() if name not in ("y", "sinks")}, "delta": delta}
+    if "sinks" in given:
+        of_sinks = {"kept": sums, "delta": delta, "sinks": given["sinks"], "dsinks": made["dsinks"]}
+        launch(sinks_back_plan, of_sinks, written=("dsinks",))
     how = _how(given["q"], causal, window, scale)
     of_keys = {**read, **bounds_of_keys, "dk": made["dk"], "dv": made["dv"]}
     _launch(launch, keys_back_plan, of_keys, ("dk", "dv"), how)
@@ -323,21 +337,26 @@ def attend_back(
 
 
 def forward(
-    launch: Any, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, causal: bool, window: int, scale: float,
-    deterministic: bool,
+    launch: Any, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, sinks: Tensor | None, causal: bool,
+    window: int, scale: float, deterministic: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     y, kept = torch.empty(q.shape, dtype=q.dtype, device=q.device), log_sums(q)
-    given = {"q": q, "k": k, "v": v, "y": y, "kept": kept, **_bounds(launch, q, starts)}
+    given = {"q": q, "k": k, "v": v, "y": y, "kept": kept, **_sinks(sinks), **_bounds(launch, q, starts)}
     attend(launch, given, causal, window, scale)
     return y, kept
 
 
 def backward(
     launch: Any, gradients: tuple[Tensor, ...], arguments: tuple[Any, ...], kept: tuple[Tensor, ...]
-) -> tuple[Tensor, Tensor, Tensor, None]:
+) -> tuple[Tensor | None, ...]:
     (grad,), (y, sums) = gradients, kept
-    q, k, v, starts, causal, window, scale, _ = arguments
-    dq, dk, dv = (torch.empty(tensor.shape, dtype=q.dtype, device=q.device) for tensor in (q, k, v))
-    given = {"q": q, "k": k, "v": v, "y": y, "grad": grad, "kept": sums, **_bounds(launch, q, starts)}
-    attend_back(launch, given, {"dq": dq, "dk": dk, "dv": dv}, causal, window, scale)
-    return dq, dk, dv, None
+    q, k, v, starts, sinks, causal, window, scale, _ = arguments
+    tensors = {"q": q, "k": k, "v": v, **_sinks(sinks)}
+    made = {f"d{name}": torch.empty(x.shape, dtype=x.dtype, device=x.device) for name, x in tensors.items()}
+    given = {**tensors, "y": y, "grad": grad, "kept": sums, **_bounds(launch, q, starts)}
+    attend_back(launch, given, made, causal, window, scale)
+    return made["dq"], made["dk"], made["dv"], None, made.get("dsinks")
+
+
+def _sinks(sinks: Tensor | None) -> dict[str, Tensor]:
+    return {} if sinks is None else {"sinks": sinks.contiguous()}

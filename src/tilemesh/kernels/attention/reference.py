@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.accuracy import CONFIDENCE, accumulator, rounding_error, unit
+from tilemesh.kernels.attention.sinks import with_sinks
 from tilemesh.kernels.launch.gpu import device_index, gpu_of
 from tilemesh.kernels.launch.operator import operator
 from tilemesh.kernels.launch.tensors import is_plain, is_traced, is_transformed
@@ -28,8 +29,9 @@ _FASTER_FROM = 3000  # tokens
 
 
 def check(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, causal: bool, window: int, scale: float, deterministic: bool
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, sinks: Tensor | None, causal: bool, window: int,
+    scale: float, deterministic: bool,
+) -> None:  # fmt: skip
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if any(tensor.dim() != 4 for tensor in (q, k, v)) or k.shape != v.shape or q.shape[0] != k.shape[0]:
         raise UsageError(f"{shapes}: expected q (B, H, T, E), and k and v (B, K, S, E)")
@@ -46,6 +48,10 @@ def check(
         raise UsageError(
             f"{'causal' if causal else 'windowed'} attention of {queries} queries over {keys} keys: expected at least "
             "as many keys, since the last query stands at the last key"
+        )
+    if sinks is not None and (sinks.shape != (heads,) or not sinks.is_floating_point()):
+        raise UsageError(
+            f"sinks {tuple(sinks.shape)} of {sinks.dtype}: expected a number of each of {heads} query heads"
         )
     if starts is None:
         return
@@ -73,20 +79,19 @@ def log_sums(q: Tensor, *_: object) -> Tensor:
     return q.new_empty(q.shape[:-1], dtype=accumulator(q.dtype))
 
 
-def served(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, causal: bool, window: int, scale: float, deterministic: bool
-) -> bool:
+def served(q: Tensor, *_: object) -> bool:
     """On a GPU float64 is torch's; in the interpreter, whose tensors are on a CPU, it is ours too."""
     return q.dtype is not torch.float64 or q.device.type == "cpu"
 
 
 def gains(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, causal: bool, window: int, scale: float, deterministic: bool
-) -> bool:
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, sinks: Tensor | None, causal: bool, window: int,
+    scale: float, deterministic: bool,
+) -> bool:  # fmt: skip
     """Whether `auto` takes the kernels on a GPU: where torch has no kernel of its own, or none that repeats, or ours is
-    the faster one. A window or packed sequences would be a dense mask there."""
+    the faster one. A window or packed sequences would be a dense mask there, sinks all scores in memory."""
     shifted = causal and q.shape[2] != k.shape[2]  # torch's causal mask stands at the first key
-    if starts is not None or window or shifted or deterministic:
+    if starts is not None or sinks is not None or window or shifted or deterministic:
         return True
     differentiates = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v))
     is_hopper = q.device.type == "cuda" and gpu_of(device_index(q.device)).hopper
@@ -106,6 +111,7 @@ def is_faster(tokens: int, width: int, dtype: torch.dtype) -> bool:
     kept=(log_sums,),
     keeps_results=True,
     casts=True,
+    own_dtype=("sinks",),
     served=served,
     gains=gains,
 )
@@ -114,6 +120,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     starts: Tensor | None = None,
+    sinks: Tensor | None = None,
     *,
     causal: bool = False,
     window: int = 0,
@@ -124,6 +131,7 @@ def attention(
 
     q: (B, H, T, E). k, v: (B, K, S, E), any strides; H is a multiple of K, and query head h reads key head h // (H/K).
     starts: (N + 1,) int32 or int64, where N sequences packed into one batch begin and end; none sees another.
+    sinks: (H,), of each query head a score more in the softmax, which takes no value.
     causal: a query sees the keys up to its own position, where the last query stands at the last key. window: of those
     the last `window`, itself included; without causal, the keys less than `window` away on both sides; 0 for all.
     scale: 0 for 1/sqrt(E). deterministic: gradients repeat bit for bit; our kernels' always do, torch's may not, so
@@ -133,9 +141,12 @@ def attention(
     if factor < 0:  # torch's kernels take the largest score before they multiply: they would overflow
         q, factor = -q, -factor
     grouped = bool(q.shape[1] != k.shape[1])  # of symbolic sizes it is no bool
-    if causal and not window and starts is None and q.shape[2] == k.shape[2]:
+    is_square = causal and not window and starts is None and bool(q.shape[2] == k.shape[2])
+    mask = None if is_square or not (causal or window or starts is not None) else seen(q, k, starts, causal, window)
+    if sinks is not None:
+        return with_sinks(q, k, v, sinks, mask, is_causal=is_square, scale=factor)
+    if is_square:
         return differentiable(q, k, v, is_causal=True, scale=factor, enable_gqa=grouped)
-    mask = seen(q, k, starts, causal, window) if causal or window or starts is not None else None
     return differentiable(q, k, v, attn_mask=mask, scale=factor, enable_gqa=grouped)
 
 
@@ -201,28 +212,32 @@ def seen(q: Tensor, k: Tensor, starts: Tensor | None, causal: bool, window: int)
 
 
 def exact(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None, *, causal: bool = False, window: int = 0,
-    scale: float = 0.0, deterministic: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None, sinks: Tensor | None = None, *,
+    causal: bool = False, window: int = 0, scale: float = 0.0, deterministic: bool = False,
 ) -> Tensor:  # fmt: skip
     """The float64 result from q, k and v as they are, for errors to be measured against."""
-    return torch.stack([weight @ value for weight, value in _weights(q, k, v, starts, causal, window, scale)], 1)
+    return torch.stack([weight @ value for weight, value in _weights(q, k, v, starts, sinks, causal, window, scale)], 1)
 
 
 def _weights(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, causal: bool, window: int, scale: float
-) -> Iterator[tuple[Tensor, Tensor]]:
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, sinks: Tensor | None, causal: bool, window: int,
+    scale: float,
+) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
     """Of each head the probabilities and the values, in float64: the scores of one head are in memory at a time."""
     factor = scale or 1 / math.sqrt(q.shape[-1])
     mask = seen(q, k, starts, causal, window)
     group = q.shape[1] // k.shape[1]
     for head in range(q.shape[1]):
         scores = q[:, head].double() @ k[:, head // group].double().mT * factor
-        yield torch.softmax(scores.masked_fill(~mask, float("-inf")), -1), v[:, head // group].double()
+        scores = scores.masked_fill(~mask, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[head].double().expand(*scores.shape[:2], 1)), -1)
+        yield torch.softmax(scores, -1)[..., : k.shape[2]], v[:, head // group].double()
 
 
 def error_bound(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None, *, causal: bool = False, window: int = 0,
-    scale: float = 0.0, deterministic: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None, sinks: Tensor | None = None, *,
+    causal: bool = False, window: int = 0, scale: float = 0.0, deterministic: bool = False,
 ) -> Tensor:  # fmt: skip
     """How far each element of a correct result may be from `exact`.
 
@@ -234,7 +249,7 @@ def error_bound(
     longest = q.double().norm(dim=-1).amax() * k.double().norm(dim=-1).amax() * factor
     relative = wide * (CONFIDENCE * q.shape[-1] ** 0.5 * longest + CONFIDENCE * k.shape[2] ** 0.5 + 16)
     made = []
-    for weight, value in _weights(q, k, v, starts, causal, window, scale):
+    for weight, value in _weights(q, k, v, starts, sinks, causal, window, scale):
         rounded = CONFIDENCE * own * (weight.square() @ value.square()).sqrt()
         made.append(rounded + 2 * relative * (weight @ value.abs()) + rounding_error(weight @ value, q.dtype))
     return 1.01 * torch.stack(made, 1)

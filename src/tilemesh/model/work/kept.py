@@ -199,9 +199,8 @@ def _kept_by_experts(model: ModelConfig, task: Task) -> Iterator[Kept]:
 
 
 def scores_in_memory(model: ModelConfig, task: Task) -> bool:
-    """Whether scores have a soft cap or sinks, by torch's operators, all of them at once; where keys visit ranks, in
-    blocks."""
-    return (model.score_cap > 0 or model.score_sink) and not (task.cp > 1 and task.cp_exchange != "heads")
+    """Whether scores have a soft cap, by torch's operators, all of them at once; where keys visit ranks, in blocks."""
+    return model.score_cap > 0 and not (task.cp > 1 and task.cp_exchange != "heads")
 
 
 def _kept_by_attention(model: ModelConfig, task: Task) -> Iterator[Kept]:
@@ -214,8 +213,7 @@ def _kept_by_attention(model: ModelConfig, task: Task) -> Iterator[Kept]:
             yield Kept("scores after dropout", "b heads S S", square, size, tp, scores=True)
         return
     if scores_in_memory(model, task):
-        if model.score_cap:
-            yield Kept("scores after their cap", "b heads S S", square, task.wide, tp, scores=True)
+        yield Kept("scores after their cap", "b heads S S", square, task.wide, tp, scores=True)
         columns = square // task.keys * (task.keys + model.score_sink)
         yield Kept("softmax of the scores", "b heads S S", columns, task.wide, tp, scores=True)
         if size < task.wide:

@@ -220,8 +220,6 @@ def _attention(model: ModelConfig, task: Task) -> tuple[tuple[Operation, ...], t
     drop = (MemoryPass("dropout of scores", 2 * square * size + square),) if model.dropout else ()
     if model.score_cap:  # divided, tanh, multiplied, masked; no dropout of scores here
         drop = (MemoryPass("soft cap of scores", 8 * square * task.wide),)
-    elif model.score_sink:  # masked, laid beside sinks, taken apart again
-        drop = (MemoryPass("sinks beside scores", 6 * square * task.wide),)
     products = (
         Product("scores", heads, queries, keys, d, task.dtype),
         Product("values", heads, queries, d, keys, task.dtype),
