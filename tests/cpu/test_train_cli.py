@@ -18,7 +18,7 @@ from tilemesh.core.errors import UsageError
 from tilemesh.measure.row import Row
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Transformer
-from tilemesh.model.work.weights import count_parameters
+from tilemesh.model.work.operations import published_flops
 from tilemesh.plan.local import AnyMachine, MeasuredCluster
 from tilemesh.report import run_page
 from tilemesh.report.run import read as read_run
@@ -216,15 +216,15 @@ def test_a_runs_rows_say_what_is_missing_and_why(run: Path) -> None:
     assert predicted[1].predicted == 128.0
 
 
-def test_mfu_by_six_flops_per_parameter_stands_beside(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mfu_as_published_tables_count_stands_beside(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = read_object(run / "summary.json")
     monkeypatch.setattr("tilemesh.train.rows.calibrated_peak", lambda found: (1e12, ""))
-    parameters = count_parameters(ModelConfig(**found["model"])).total
     tokens = found["batch"] * found["context"]
+    published = published_flops(ModelConfig(**found["model"]), found["context"]) * tokens
     timed = {**found, "step_time_s": {"median": 0.5, "p20": 0.4, "p80": 0.6, "n": 3}}
-    share = 100 * 6 * parameters * tokens / 0.5 / 1e12
+    share = 100 * published / 0.5 / 1e12
     words = run_mfu_words(timed, rows(timed, {}))
-    assert words.endswith(f"by 6 FLOPs per parameter and token it is {share:.1f} %")
+    assert words.endswith(f"as published tables count, without masked scores, it is {share:.1f} %")
     untimed = {**found, "step_time_s": None}
     assert run_mfu_words(untimed, rows(untimed, {})) == ""
     # The page says the same, also where another calibration is, or none: its rows and words are of the run's.

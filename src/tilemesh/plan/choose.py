@@ -86,9 +86,8 @@ class SearchResult:
 
     @property
     def mfu_words(self) -> str:
-        """How the best plan's MFU is counted, and what it is by 6 FLOPs per parameter and token."""
-        by_six = 6 * count_parameters(self.model).total * self.best.tokens
-        return mfu_words(self.best.mfu * by_six / self.best.model_flops)
+        """How the best plan's MFU is counted, and what it is as published tables count."""
+        return mfu_words(self.best.mfu, self.model, self.context)
 
     def figures(self, place: int) -> dict[str, Any]:
         """The plan at that place, 0 being the best, with what was asked."""

@@ -14,6 +14,8 @@ from tilemesh.core.conflicts import PLAN_CONFLICTS, ConflictWords, refusals
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step.memory import StepBytes
 from tilemesh.core.step.simulate import StepTimes
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.work.operations import model_flops, published_flops
 from tilemesh.plan.memory import RankMemory
 
 Refused = Callable[[ParallelPlan], Iterable[ConflictWords]]
@@ -111,9 +113,10 @@ class Prediction:
         return self.memory.total_bytes <= self.usable_bytes
 
 
-def mfu_words(by_six: float) -> str:
-    """Which attention MFU counts, and what it would be by the other common count of a step's FLOPs."""
-    other = f"by 6 FLOPs per parameter and token it is {100 * by_six:.1f} %"
+def mfu_words(mfu: float, model: ModelConfig, context: int) -> str:
+    """Which attention MFU counts, and what it would be by the other common count of FLOPs."""
+    share = published_flops(model, context) / (model_flops(model, 1, context) / context)
+    other = f"as published tables count, without masked scores, it is {100 * mfu * share:.1f} %"
     return f"MFU counts attention, the whole square of its scores; {other}"
 
 

@@ -16,7 +16,7 @@ from tilemesh.measure.row import Row
 from tilemesh.measure.sample import Sample
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.operations import hardware_flops, model_flops
-from tilemesh.model.work.weights import count_parameters, shard_parameters
+from tilemesh.model.work.weights import shard_parameters
 from tilemesh.plan.constants import IDLE_POWER
 from tilemesh.plan.memory import rank_state_bytes, state_bytes
 from tilemesh.plan.prediction import mfu_words
@@ -172,9 +172,7 @@ def run_mfu_words(summary: Mapping[str, Any], run_rows: Sequence[Row]) -> str:
     measured = next((row.measured for row in run_rows if row.name == "MFU"), None)
     if measured is None:
         return ""
-    model, batch, context = ModelConfig(**summary["model"]), int(summary["batch"]), int(summary["context"])
-    by_six = 6 * count_parameters(model).total * batch * context
-    return mfu_words(measured.median * by_six / model_flops(model, batch, context))
+    return mfu_words(measured.median, ModelConfig(**summary["model"]), int(summary["context"]))
 
 
 def least_exchange_share(summary: Mapping[str, Any]) -> float:

@@ -20,10 +20,12 @@ def pairs(queries: int, keys: int, *, causal: bool = False, window: int = 0) -> 
     offset, total = keys - queries, 0
     if not causal and not window:
         return queries * keys
-    if causal and (not window or window >= keys):
-        return queries * keys - queries * (queries - 1) // 2
+    if causal:  # of the last query as many as there are, of the one before one less, but none more than a window holds
+        narrow = max(0, queries - max(0, keys - window)) if window else queries
+        first = offset + 1
+        return (queries - narrow) * window + narrow * first + narrow * (narrow - 1) // 2
     for position in range(offset, keys):
-        total += min(keys, position + (1 if causal else window)) - max(0, position - window + 1)
+        total += min(keys, position + window) - max(0, position - window + 1)
     return total
 
 

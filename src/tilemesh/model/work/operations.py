@@ -8,6 +8,8 @@ Shapes are those of one rank; T tokens, D width, F hidden width, V vocabulary.
 from __future__ import annotations
 
 import functools
+import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -71,11 +73,14 @@ class FusedAttention(NamedTuple):
     backward: bool = False
     is_block: bool = False
     """Whether every query meets every key of a block, and what it does not see is masked afterwards."""
+    pairs: int = 0
+    """Of a query and a key, in one head of one sequence; 0: those that are not masked, about half of the square where
+    there are as many keys as queries."""
 
     @property
     def cost(self) -> Cost:
-        """FLOPs of the pairs that are not masked, about half of the square where there are as many keys as queries."""
-        seen = attention.pairs(self.queries, self.keys, causal=not self.is_block)
+        """FLOPs of its pairs."""
+        seen = self.pairs or attention.pairs(self.queries, self.keys, causal=not self.is_block)
         sizes = (self.sequences, self.heads, self.kv_heads, self.queries, self.head_width, LONG_DTYPES[self.dtype])
         return attention.cost(*sizes, keys=self.keys, seen=seen, backward=self.backward)
 
@@ -213,7 +218,7 @@ def _attention(model: ModelConfig, task: Task) -> tuple[tuple[Operation, ...], t
         return _attention_in_blocks(model, task)
     if task.attention == "fused" and not scores_in_memory(model, task):
         own = (task.sequences, model.heads // task.tp, max(1, model.kv_heads // task.tp))
-        forward = FusedAttention("fused attention", *own, queries, keys, d, task.dtype)
+        forward = FusedAttention("fused attention", *own, queries, keys, d, task.dtype, pairs=_pairs(model, task))
         return (forward,), (forward._replace(backward=True),)
     heads = task.sequences * model.heads // task.tp
     square = heads * queries * keys
@@ -234,6 +239,18 @@ def _attention(model: ModelConfig, task: Task) -> tuple[tuple[Operation, ...], t
             *drop,
         ),
     )
+
+
+def _pairs(model: ModelConfig, task: Task) -> int:
+    """That attention computes, a mean over layers with and without a window; 0 where none has one. Behind a window
+    kernels of a GPU compute nothing; on a CPU it is a mask over all."""
+    sizes, total = (task.queries, task.keys), 0
+    for window, layers in Counter(model.window_of(layer) for layer in range(model.layers)).items():
+        if model.window and window:
+            total += layers * (attention.pairs(*sizes, causal=True, window=window) if task.gpu else math.prod(sizes))
+        elif model.window:
+            total += layers * attention.pairs(*sizes, causal=True)
+    return total // model.layers
 
 
 @functools.cache
@@ -316,8 +333,8 @@ def forward_flops(model: ModelConfig, sequences: int, queries: int, keys: int | 
     """Exactly, every product counted; `keys` are as many as queries if not given.
 
     Conventions: a multiply-add is 2 FLOPs; scores are counted as the full square, also under a causal mask, as MFU is
-    defined in the PaLM and Megatron papers; backward is twice forward. Model FLOPs are those that had to be done (MFU),
-    hardware FLOPs add what is recomputed (HFU).
+    defined in the PaLM and Megatron papers, behind a window as what it holds of each row; backward is twice forward.
+    Model FLOPs are those that had to be done (MFU), hardware FLOPs add what is recomputed (HFU).
     """
     task = Task(sequences, queries, queries if keys is None else keys, attention="materialized")
     blocks = {"attention": 0, "mlp": 0}
@@ -330,10 +347,15 @@ def forward_flops(model: ModelConfig, sequences: int, queries: int, keys: int | 
     scores = scores * (model.head_width + model.value_head_width) // (2 * model.head_width)
     return ForwardFlops(
         projections=blocks["attention"],
-        scores=model.layers * scores,
+        scores=scores * sum(_widths(model, task.keys)) // task.keys,
         mlp=blocks["mlp"],
         logits=2 * task.tokens * output.outputs * output.inputs,
     )
+
+
+def _widths(model: ModelConfig, keys: int) -> list[int]:
+    """Of each layer, the most keys that a query sees."""
+    return [min(model.window_of(layer) or keys, keys) for layer in range(model.layers)]
 
 
 def model_flops(model: ModelConfig, sequences: int, context: int) -> int:
@@ -345,10 +367,9 @@ def published_flops(model: ModelConfig, context: int) -> float:
     """Of training, per token, as tables of others count: 6 N + 6 layers x heads x width x context, where N is what a
     token passes of the layers' matrices and the output projection (no embedding, no router), and half of the scores'
     square is masked, or all that lies behind a window."""
-    forward = forward_flops(model, 1, context)
-    widths = [min(model.window_of(layer) or context, context) / context for layer in range(model.layers)]
-    seen = sum(width - width * width / 2 for width in widths) / model.layers
-    return 3 * (forward.total - forward.scores * (1 - seen)) / context
+    forward, widths = forward_flops(model, 1, context), _widths(model, context)
+    masked = sum(width * width / (2 * context) for width in widths) / sum(widths)
+    return 3 * (forward.total - forward.scores * masked) / context
 
 
 def recomputed_flops(model: ModelConfig, sequences: int, context: int, recompute: str, share: float = 1.0) -> int:
