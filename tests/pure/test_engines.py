@@ -54,16 +54,59 @@ SHARED = ParallelPlan(dp=8, cp=2, zero=3, microbatch=2, precision="bf16")
 
 @pytest.mark.parametrize("name", TRAINING)
 def test_what_is_shared_out_is_told_or_refused(name: str) -> None:
-    """A plan with ranks that share sequences, and a model with experts: never written as another one."""
+    """A plan with ranks that share sequences, or experts: never written as another one."""
     engine = ENGINES[name]
     names = engine.values(job(SHARED))
     is_told = any("context-parallel" in option and value == 2 for option, value in names.items())
     by_heads = dataclasses.replace(SHARED, cp_exchange="heads")
     assert is_told or "cp" in {refusal.field for refusal in engine.why_not(job(SHARED))}
     assert {"cp", "cp_exchange"} & {refusal.field for refusal in engine.why_not(job(by_heads))}
-    experts = dataclasses.replace(job(ParallelPlan(dp=16)), model=preset("mixtral-8x7b"))
-    takes_model = any(option in ("num-layers", "hidden-size") for option in names)
-    assert ("model" in {refusal.field for refusal in engine.why_not(experts)}) == takes_model
+    experts = dataclasses.replace(job(ParallelPlan(dp=8, tp=2, ep=4, expert_tp=1)), model=preset("mixtral-8x7b"))
+    is_told = engine.values(experts).get("expert-model-parallel-size") == 4
+    assert is_told or "ep" in {refusal.field for refusal in engine.why_not(experts)}
+
+
+MIXED = ParallelPlan(dp=4, tp=4, ep=8, expert_tp=1, sequence_parallel=True, precision="bf16-master")
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "expected"),
+    [
+        ("mixtral-8x7b", {}, {"num-experts": 8, "moe-router-topk": 2, "moe-ffn-hidden-size": 14336}),
+        ("qwen3-30b-a3b", {"balance_loss": 0.01}, {
+            "num-experts": 128, "moe-router-topk": 8, "moe-router-load-balancing-type": "seq_aux_loss",
+            "moe-aux-loss-coeff": 0.01,
+        }),
+        ("deepseek-v3", {}, {
+            "num-experts": 256, "moe-layer-freq": "([0]*3+[1]*58)", "ffn-hidden-size": 18432,
+            "moe-ffn-hidden-size": 2048, "moe-shared-expert-intermediate-size": 2048, "moe-router-num-groups": 8,
+            "moe-router-group-topk": 4, "moe-router-score-function": "sigmoid", "moe-router-topk-scaling-factor": 2.5,
+            "moe-router-enable-expert-bias": True, "multi-latent-attention": True, "q-lora-rank": 1536,
+            "kv-lora-rank": 512, "qk-head-dim": 128, "qk-pos-emb-head-dim": 64, "v-head-dim": 128,
+        }),
+        ("deepseek-moe-16b", {}, {"moe-router-pre-softmax": True, "moe-shared-expert-intermediate-size": 2816}),
+        ("mixtral-8x7b", {"expert_capacity": 1.25}, "it drops a microbatch's least likely tokens"),
+        ("mixtral-8x7b", {"shared_width": 64, "shared_gate": True}, "its shared expert has no gate"),
+        ("gpt-oss-20b", {}, "its router's products have no bias"),
+        ("qwen3-30b-a3b", {"router_groups": 4, "router_groups_per_token": 2}, "it ranks groups by the sum"),
+    ],
+)  # fmt: skip
+def test_experts_in_megatrons_words(model: str, changes: dict[str, Any], expected: dict[str, Any] | str) -> None:
+    """As DeepSeek's and Qwen's own scripts for it have them; what it would compute otherwise is refused."""
+    engine = ENGINES["megatron"]
+    asked = dataclasses.replace(job(MIXED), model=preset(model).replace(**changes))
+    why = [refusal.why for refusal in engine.why_not(asked)]
+    if isinstance(expected, str):
+        assert any(words.startswith(expected) for words in why)
+        return
+    assert not why
+    told = engine.values(asked)
+    assert {name: told.get(name) for name in expected} == expected
+    assert (told["expert-model-parallel-size"], told["expert-tensor-parallel-size"]) == (8, 1)
+    assert set(told) <= set(OPTIONS["megatron"]["options"])
+    one = dataclasses.replace(asked, plan=dataclasses.replace(MIXED, sequence_parallel=False))
+    assert "sequence_parallel" in {refusal.field for refusal in engine.why_not(one)}
+    assert not any("expert" in name or "moe" in name for name in engine.values(job(MIXED)))
 
 
 @pytest.mark.parametrize("zero", [2, 3])
@@ -84,6 +127,8 @@ def test_every_option_is_one_of_the_engine(name: str) -> None:
     engine, known = ENGINES[name], OPTIONS[name]
     assert engine.version == known["version"]
     all_jobs = [served()] if name == "vllm" else list(jobs(engine))
+    if name == "megatron":  # one with experts, and one with latents besides
+        all_jobs += [dataclasses.replace(job(MIXED), model=preset(model)) for model in ("qwen3-30b-a3b", "deepseek-v3")]
     names = {option for one in all_jobs for option in engine.values(one)}
     assert names <= set(known["options"])
     written = {option.name for option in engine.options}

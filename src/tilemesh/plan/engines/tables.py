@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step.program import chunk_layers
@@ -18,7 +20,7 @@ Row, Cannot, Note = EngineOption, EngineRefusal, EngineNote
 
 _UNEXPRESSED = {
     "norm_place": "pre", "parallel_residual": False, "window": 0, "score_width": 0, "norm_offset": False,
-    "scaled_embedding": False, "experts": 0, "rotary_local_base": 0.0, "score_cap": 0.0, "logit_cap": 0.0,
+    "scaled_embedding": False, "rotary_local_base": 0.0, "score_cap": 0.0, "logit_cap": 0.0,
     "score_sink": False,
 }  # fmt: skip
 """Fields of a model that the tables below have no option for, and the values without which it is another model."""
@@ -181,6 +183,101 @@ def _megatron_recompute(job: EngineJob) -> str | None:
     return None if job.plan.repeated == "none" else "full" if job.plan.recompute == "full" else "selective"
 
 
+def _of_experts(value: Callable[[EngineJob], Any]) -> Callable[[EngineJob], Any]:
+    """Of a model that has some; 0, False and None leave the option out."""
+    return lambda job: (value(job) or None) if job.model.experts else None
+
+
+def _of_latent(value: Callable[[EngineJob], Any]) -> Callable[[EngineJob], Any]:
+    return lambda job: (value(job) or None) if job.model.latent_width else None
+
+
+def _expert_layers(job: EngineJob) -> str | None:
+    """A Python expression of a list: 1 for each layer with experts, 0 for others."""
+    kinds = [int(layer not in job.model.dense_layers) for layer in range(job.model.layers)]
+    runs = [f"[{kind}]*{len(list(group))}" for kind, group in itertools.groupby(kinds)]
+    return f"({'+'.join(runs)})" if job.model.dense_layers else None
+
+
+_MEGATRON_LATENT = (
+    Row("multi-latent-attention", _of_latent(lambda job: True)),
+    Row("q-lora-rank", _of_latent(lambda job: job.model.query_latent_width)),
+    Row("kv-lora-rank", _of_latent(lambda job: job.model.latent_width)),
+    Row("qk-head-dim", _of_latent(lambda job: job.model.plain_width)),
+    Row("qk-pos-emb-head-dim", _of_latent(lambda job: job.model.rotary_width)),
+    Row("v-head-dim", _of_latent(lambda job: job.model.value_head_width)),
+)
+_MEGATRON_EXPERTS = (
+    Row("expert-model-parallel-size", _of_experts(lambda job: job.plan.ep)),
+    Row("expert-tensor-parallel-size", _of_experts(lambda job: job.plan.expert_tp or job.plan.tp)),
+    Row("num-experts", _of_experts(lambda job: job.model.experts)),
+    Row("moe-layer-freq", _of_experts(_expert_layers)),
+    Row("moe-ffn-hidden-size", _of_experts(lambda job: job.model.mlp_width)),
+    Row("moe-shared-expert-intermediate-size", _of_experts(lambda job: job.model.shared_width)),
+    Row("moe-router-topk", _of_experts(lambda job: job.model.experts_per_token)),
+    Row("moe-router-score-function", _of_experts(lambda job: job.model.router_scores)),
+    Row(
+        "moe-router-pre-softmax",
+        _of_experts(lambda job: job.model.router_scores == "softmax" and not job.model.router_renormalized),
+    ),
+    Row("moe-router-num-groups", _of_experts(lambda job: job.model.router_groups > 1 and job.model.router_groups)),
+    Row(
+        "moe-router-group-topk",
+        _of_experts(lambda job: job.model.router_groups > 1 and job.model.router_groups_per_token),
+    ),
+    Row(
+        "moe-router-topk-scaling-factor",
+        _of_experts(lambda job: job.model.router_scale != 1 and job.model.router_scale),
+    ),
+    Row("moe-router-enable-expert-bias", _of_experts(lambda job: job.model.router_bias is True)),
+    Row("moe-router-dtype", _of_experts(lambda job: "fp32")),
+    Row(
+        "moe-router-load-balancing-type",
+        _of_experts(lambda job: "seq_aux_loss" if job.model.balance_loss else "none"),
+    ),
+    Row("moe-aux-loss-coeff", _of_experts(lambda job: job.model.balance_loss)),
+    Row("moe-z-loss-coeff", _of_experts(lambda job: job.model.router_z_loss)),
+    Row("moe-token-dispatcher-type", _of_experts(lambda job: "alltoall")),
+    Row("moe-grouped-gemm", _of_experts(lambda job: True)),
+    Row("moe-permute-fusion", _of_experts(lambda job: True)),
+)
+_NOT_OF_MEGATRONS_EXPERTS = (
+    Cannot(
+        "sequence_parallel",
+        lambda job: bool(job.model.experts) and job.plan.tp > 1 and not job.plan.sequence_parallel,
+        "with experts and tp it wants tokens shared out between layers",
+    ),
+    Cannot("model", lambda job: job.model.shared_gate, "its shared expert has no gate"),
+    Cannot("model", lambda job: job.model.router_bias == "scores", "its router's products have no bias"),
+    Cannot(
+        "model",
+        lambda job: bool(job.model.expert_capacity),
+        "it drops a microbatch's least likely tokens, not the last",
+    ),
+    Cannot(
+        "model",
+        lambda job: job.model.router_scores == "sigmoid" and not job.model.router_renormalized,
+        "it divides sigmoids of several experts by their sum",
+    ),
+    Cannot(
+        "model",
+        lambda job: (
+            job.model.router_scores == "softmax" and job.model.router_renormalized and job.model.router_scale != 1
+        ),
+        "it scales no softmax over the picked experts",
+    ),
+    Cannot(
+        "model",
+        lambda job: (
+            job.model.router_groups > 1
+            and (job.model.router_scores, job.model.experts_per_token)
+            != ("sigmoid", 2 * job.model.router_groups_per_token)
+        ),
+        "it ranks groups by the sum of as many experts as a token picks in each",
+    ),
+)
+
+
 MEGATRON = OtherEngine(
     name="megatron",
     version="0.16.1",
@@ -189,7 +286,7 @@ MEGATRON = OtherEngine(
     options=(
         Row("num-layers", lambda job: job.model.layers),
         Row("hidden-size", lambda job: job.model.width),
-        Row("ffn-hidden-size", lambda job: job.model.mlp_width),
+        Row("ffn-hidden-size", lambda job: job.model.dense_width or job.model.mlp_width),
         Row("num-attention-heads", lambda job: job.model.heads),
         Row("kv-channels", lambda job: job.model.head_width),
         Row("group-query-attention", lambda job: True if job.model.kv_heads < job.model.heads else None),
@@ -204,6 +301,8 @@ MEGATRON = OtherEngine(
         Row("normalization", lambda job: "RMSNorm" if job.model.norm == "rmsnorm" else "LayerNorm"),
         Row("norm-epsilon", lambda job: job.model.norm_epsilon),
         Row("qk-layernorm", lambda job: True if job.model.qk_norm == "head" else None),
+        *_MEGATRON_LATENT,
+        *_MEGATRON_EXPERTS,
         Row("swiglu", lambda job: True if job.model.activation == "swiglu" else None),
         Row("disable-bias-linear", lambda job: None if job.model.biases is True else True),
         Row("add-qkv-bias", lambda job: True if job.model.biases == "qkv" else None),
@@ -263,8 +362,7 @@ MEGATRON = OtherEngine(
         ),
         Cannot("recompute", lambda job: job.plan.recompute == "operators", "it recomputes attention, or whole layers"),
         Cannot("recompute_stages", lambda job: bool(job.plan.recompute_stages), "all its stages recompute alike"),
-        _EXPERTS,
-        Cannot("model", lambda job: bool(job.model.experts), "which options describe experts is not known here"),
+        *_NOT_OF_MEGATRONS_EXPERTS,
         _BY_RING,
         Cannot("offload", lambda job: not {*job.plan.offloads} <= {"optimizer"}, "it moves optimizer states alone"),
         Cannot(
@@ -280,6 +378,10 @@ MEGATRON = OtherEngine(
                 or job.model.rotary_scaling in ("linear", "yarn")
             ),
             "part of this model has no option here (norms, windows, activation): check it by hand",
+        ),
+        Note(
+            lambda job: job.model.router_bias is True,
+            "how fast its expert bias moves is --moe-router-bias-update-rate, here optimizer.balance_rate (both 0.001)",
         ),
         Note(
             lambda job: job.plan.precision == "bf16-master",
