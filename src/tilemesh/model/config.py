@@ -275,6 +275,8 @@ class ModelConfig:
 
     def dense_of(self, counts: Sequence[int]) -> tuple[int, ...]:
         """Of chunks with so many layers each, from the first on: how many of these are of the second kind."""
+        if not self.dense_layers:
+            return (0,) * len(counts)
         spans = itertools.pairwise((0, *itertools.accumulate(counts)))
         return tuple(sum(begin <= layer < end for layer in {*self.dense_layers}) for begin, end in spans)
 
