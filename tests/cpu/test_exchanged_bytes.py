@@ -253,7 +253,7 @@ def test_what_ranks_that_share_out_experts_exchange_is_what_the_formulas_say(
     for stage in range(plan.pp):
         mine = recorded[stage * per_stage : (stage + 1) * per_stage]
         predicted = step_exchanges(config, plan, task, counts, stage)
-        rows = predicted[plan.expert_axes].pop("all_to_all")
-        assert sum(by[plan.expert_axes].pop("all_to_all") for by in mine) == per_stage * rows
+        rows = predicted["ep"].pop("all_to_all")
+        assert sum(by["ep"].pop("all_to_all") for by in mine) == per_stage * rows
         mine[0].pop(CONTROL, None)
         assert {axis: by for axis, by in mine[0].items() if by} == {axis: by for axis, by in predicted.items() if by}

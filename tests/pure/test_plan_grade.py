@@ -216,6 +216,6 @@ def test_what_ran_is_as_the_summary_says(summary: dict[str, Any], device: str, c
 
 def test_rows_to_experts_are_expected_and_not_judged() -> None:
     """How many come to a rank is its routers' choice; a sum of gradients beside it is exact as ever."""
-    rows, sums = (Grade(name, "B", 100.0, 90.0) for name in (f"dp all_to_all, {ROUTED}", "dp all_reduce"))
+    rows, sums = (Grade(name, "B", 100.0, 90.0) for name in (f"ep all_to_all, {ROUTED}", "dp all_reduce"))
     assert (rows.bound, rows.holds) == (None, None)
     assert (sums.bound, sums.holds) == (0.0, False)

@@ -47,7 +47,7 @@ def layout_items(result: SearchResult) -> list[Block]:
     return [table_of(shown, left=("schedule", "recompute", "seq", "train")), *notes]
 
 
-_OPTIONAL = ("pp", "cp", "ep", "seq", "ZeRO", "schedule", "recompute", "bubble", "train")
+_OPTIONAL = ("pp", "cp", "ep", "etp", "seq", "ZeRO", "schedule", "recompute", "bubble", "train")
 
 
 def _cells(place: int, prediction: Prediction, train: str) -> dict[str, str]:
@@ -56,6 +56,7 @@ def _cells(place: int, prediction: Prediction, train: str) -> dict[str, str]:
     return {
         "": str(place), "dp": str(p.dp), "tp": str(p.tp), "pp": "-" if p.pp == 1 else str(p.pp),
         "cp": "-" if p.cp == 1 else str(p.cp), "ep": "-" if p.ep == 1 else str(p.ep),
+        "etp": str(p.expert_tp) if p.routes_apart else "-",
         "seq": "yes" if p.sequence_parallel else "-", "ZeRO": str(p.zero or "-"),
         "batch": f"{p.accumulation}x{p.microbatch}", "schedule": schedule,
         "recompute": "-" if p.recompute == "none" else p.recompute,

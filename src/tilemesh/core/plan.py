@@ -118,11 +118,6 @@ class ModelPlacement:
         return tuple(block for block in blocks if block[1] > 1)
 
     @property
-    def expert_axes(self) -> str:
-        """The axes of `expert_spread`, as a mesh calls a group along them."""
-        return "+".join(name for name, _ in reversed(self.expert_spread))
-
-    @property
     def expert_replicas(self) -> int:
         """Ranks that hold the same part of the same experts."""
         return max(1, self.replicas * self.tp // (self.ranks_per_expert * self.ep))

@@ -228,7 +228,7 @@ def share_experts(model: nn.Module, mesh: Mesh, plan: ParallelPlan, algorithm: s
     """Leave a model those of its experts that this rank holds; the parameters that others hold. A collective call."""
     if plan.ep == 1:
         return {}
-    comm = mesh.among(plan.expert_spread)
+    comm = mesh.among(plan.expert_spread, "ep")
     before = [name for name, _ in model.named_parameters()]
     count = 0
     for path, module in model.named_modules():

@@ -244,7 +244,7 @@ def _exchanges(run: RunSummary, now: Prediction) -> list[Grade]:
     names = {(axis, name) for source in (now.exchanges, counted) for axis, by in source.items() for name in by}
     return [
         Grade(
-            f"{axis} {name}" + f", {ROUTED}" * (name == "all_to_all" and axis == "dp" and run.plan.ep > 1),
+            f"{axis} {name}" + f", {ROUTED}" * (axis == "ep"),
             "B",
             now.exchanges.get(axis, {}).get(name, 0),
             _number(counted.get(axis, {}).get(name, 0)),

@@ -50,8 +50,7 @@ def step_exchanges(
     for chunk in held:
         times = _microbatches(placement, stage, chunk, plan.accumulation)
         for exchange in _pass_exchanges(model, plan.on_stage(stage), task, counts, chunk):
-            axis = plan.expert_axes if exchange.axis == "ep" else exchange.axis  # as whoever counts sees it
-            total.add(axis, exchange.collective, times * exchange.nbytes)
+            total.add(exchange.axis, exchange.collective, times * exchange.nbytes)
         for _ in range(_neighbours(placement, chunk)):
             for operation in ("send", "recv"):  # a gradient comes back for every activation
                 total.add("pp", operation, times * sent_bytes(model, task))
