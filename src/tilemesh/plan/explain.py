@@ -12,7 +12,7 @@ from tilemesh.core.plan import MASTERED, Attention, ParallelPlan, Recompute
 from tilemesh.core.units import format_bytes, format_count
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.kept import kept_by_operators, kept_bytes, kept_tensors, layer_input
-from tilemesh.model.work.operations import forward_flops, recomputed_flops
+from tilemesh.model.work.operations import forward_flops, keys_seen, recomputed_flops
 from tilemesh.model.work.task import STATE_BYTES, Task
 from tilemesh.model.work.weights import active_matrices, count_parameters, why_not_tp
 from tilemesh.plan import memory
@@ -125,13 +125,15 @@ def flops_section(model: ModelConfig, sequences: int, context: int, recompute: s
     repeated = {
         "none": "nothing", "selective": "scores", "operators": "every second product", "full": "all layers",
     }[recompute]  # fmt: skip
+    scores, keys = ("4 T S Q L", f"4 x {T:,} x {s:,} x {Q:,} x {L}"), sum(keys_seen(model, s))
+    if keys < L * s:
+        scores = "4 T Q x keys seen in all layers", f"4 x {T:,} x {Q:,} x {keys:,}"
     six, is_plain = 6 * parameters * T, _has_plain_heads(model)
     rows = [
         ExplainedFigure("q, k, v and output",
             *_shown(is_plain, "2 T D (2 Q + 2 K) L", f"2 x {T:,} x {D:,} x {2 * Q + 2 * K:,} x {L}"),
             _flops(forward.projections)),
-        ExplainedFigure("scores and values", *_shown(is_plain, "4 T S Q L", f"4 x {T:,} x {s:,} x {Q:,} x {L}"),
-            _flops(forward.scores)),
+        ExplainedFigure("scores and values", *_shown(is_plain, *scores), _flops(forward.scores)),
         ExplainedFigure("MLP", *_shown(not model.experts, f"2 T {inputs + 1} D F L",
             f"2 x {T:,} x {inputs + 1} x {D:,} x {F:,} x {L}"), _flops(forward.mlp)),
         ExplainedFigure("logits", "2 T D V", f"2 x {T:,} x {D:,} x {V:,}", _flops(forward.logits)),

@@ -347,13 +347,13 @@ def forward_flops(model: ModelConfig, sequences: int, queries: int, keys: int | 
     scores = scores * (model.head_width + model.value_head_width) // (2 * model.head_width)
     return ForwardFlops(
         projections=blocks["attention"],
-        scores=scores * sum(_widths(model, task.keys)) // task.keys,
+        scores=scores * sum(keys_seen(model, task.keys)) // task.keys,
         mlp=blocks["mlp"],
         logits=2 * task.tokens * output.outputs * output.inputs,
     )
 
 
-def _widths(model: ModelConfig, keys: int) -> list[int]:
+def keys_seen(model: ModelConfig, keys: int) -> list[int]:
     """Of each layer, the most keys that a query sees."""
     return [min(model.window_of(layer) or keys, keys) for layer in range(model.layers)]
 
@@ -367,7 +367,7 @@ def published_flops(model: ModelConfig, context: int) -> float:
     """Of training, per token, as tables of others count: 6 N + 6 layers x heads x width x context, where N is what a
     token passes of the layers' matrices and the output projection (no embedding, no router), and half of the scores'
     square is masked, or all that lies behind a window."""
-    forward, widths = forward_flops(model, 1, context), _widths(model, context)
+    forward, widths = forward_flops(model, 1, context), keys_seen(model, context)
     masked = sum(width * width / (2 * context) for width in widths) / sum(widths)
     return 3 * (forward.total - forward.scores * masked) / context
 
