@@ -21,15 +21,9 @@ def soft_capped(x: Tensor, cap: float) -> Tensor:
 
 
 def attend_masked(
-    q_BHTE: Tensor,
-    k_BKSE: Tensor,
-    v_BKSE: Tensor,
-    mask: Tensor | None = None,
-    *,
-    is_causal: bool = False,
-    cap: float = 0.0,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
+    q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, mask: Tensor | None = None, *, is_causal: bool = False,
+    cap: float = 0.0, sinks_H: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """torch's attention, (B, H, T, E); with a cap of scores, which its kernels do not know, by its operators.
 
     `mask`: where a query sees a key, as wide as (B, H or 1, T, S) or less. `is_causal`: queries and keys are the same

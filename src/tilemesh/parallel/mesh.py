@@ -149,19 +149,17 @@ class Mesh:
     def among(self, blocks: Blocks, name: str = "") -> Communicator:
         """The ranks in one block with this one, such as `(("tp", 2),)` where kv heads are held by two ranks of tp each.
 
-        `name`: of a group apart, what passes through which is counted under it and not along the axes. Made once and
-        kept. A collective call of the whole mesh: every rank asks for the same blocks, in one order.
+        `name`: of a group of its own, counted under it. Made once and kept. A collective call of the whole mesh: every
+        rank asks for the same blocks, in one order.
         """
-        blocks = tuple((axis, count) for axis, count in blocks if count > 1)
-        if not blocks:
+        if not (blocks := tuple((axis, count) for axis, count in blocks if count > 1)):
             return self._alone
-        key = ((name, ranks_of(blocks)),) if name else blocks
-        if key not in self._groups:
+        if (key := ((name, ranks_of(blocks)),) if name else blocks) not in self._groups:
             # A group of its own even where it is all ranks: calls along axes then never mix with those on `comm`.
             # A part of one axis is split from that axis, so that whoever observes an axis sees its parts too.
             axis = self.axes.get(strided(blocks[0][0])[0]) if len(blocks) == 1 and not name else None
             parent, ranks = self.comm, members(self.comm.rank, blocks, self.shape)
-            expected: list[int] = list(ranks)
+            expected = [*ranks]
             if axis is not None:
                 parent, expected = axis.comm, [axis.members.index(rank) for rank in ranks]
             group = parent.split(ranks[0], key=self.comm.rank, expected=expected)

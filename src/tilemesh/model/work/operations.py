@@ -242,14 +242,12 @@ def _attention(model: ModelConfig, task: Task) -> tuple[tuple[Operation, ...], t
 
 
 def _pairs(model: ModelConfig, task: Task) -> int:
-    """That attention computes, a mean over layers with and without a window; 0 where none has one. Behind a window
-    kernels of a GPU compute nothing; on a CPU it is a mask over all."""
+    """That attention computes, a mean over layers with and without a window. Behind a window kernels of a GPU compute
+    nothing; on a CPU it is a mask over all."""
     sizes, total = (task.queries, task.keys), 0
     for window, layers in Counter(model.window_of(layer) for layer in range(model.layers)).items():
-        if model.window and window:
-            total += layers * (attention.pairs(*sizes, causal=True, window=window) if task.gpu else math.prod(sizes))
-        elif model.window:
-            total += layers * attention.pairs(*sizes, causal=True)
+        is_mask = window and not task.gpu
+        total += layers * (math.prod(sizes) if is_mask else attention.pairs(*sizes, causal=True, window=window))
     return total // model.layers
 
 
