@@ -166,8 +166,8 @@ PLAN_CONFLICTS: tuple[Conflict[ParallelPlan], ...] = (
     row(
         "expert_tp tp",
         lambda plan: plan.expert_tp not in (0, 1, plan.tp),
-        "a rank here has a part of each of its experts' matrices, as of others, or whole ones; groups of some ranks of "
-        "tp for each are predicted only",
+        "in groups of some ranks of tp each row would travel to all of a group, where with expert_tp=1 and ep as many "
+        "times as large it goes to one rank and each holds as much",
         "expert_tp=1 or expert_tp=0",
     ),
     row(

@@ -64,7 +64,7 @@ class ModelPlacement:
     them; with expert_tp=1 of the dp x cp x tp ranks."""
     expert_tp: CountOrNone = 0
     """Ranks of tp that share each expert's matrices; 0: all, as of any other matrix. 1: none; each rank routes its own
-    tokens (sequence_parallel), and replicas and ranks of tp together share out the experts. Others: predicted only."""
+    tokens (sequence_parallel), and replicas and ranks of tp together share out the experts. Others: predicted."""
     cp: Count = 1
     """Context parallelism: ranks that share each sequence, of whose tokens each has an early and a late part."""
     cp_exchange: ContextExchange = "ring"
