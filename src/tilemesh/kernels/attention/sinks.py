@@ -72,7 +72,8 @@ class _FusedOnCpu(torch.autograd.Function):
     ) -> Tensor:
         y, sums = forward_on_cpu(q, k, v, is_causal, bias, scale)
         total = torch.logaddexp(sums, sinks.to(sums.dtype)[:, None])
-        y = y.mul_((sums - total).exp_()[..., None])
+        # Not in its place: recomputation by operators keeps what the kernel gave.
+        y = (y * (sums - total).exp_()[..., None]).to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, bias, y, total)
         ctx.options = is_causal, scale
         return y
