@@ -10,9 +10,9 @@ import pytest
 
 from tilemesh.cli import next_command
 from tilemesh.cli.main import main
-from tilemesh.cli.next_command import after_layout, after_recipes, after_run
+from tilemesh.cli.next_command import after_layout, after_recipes, after_run, again
 from tilemesh.cli.output import Output, show
-from tilemesh.core.advice import NextCommand
+from tilemesh.core.advice import TYPED, NextCommand
 from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.report.run import read
@@ -32,6 +32,15 @@ def test_it_is_the_last_line_with_its_gain_below(capsys: pytest.CaptureFixture[s
     assert lines[-2].startswith("next: ")
     assert lines[-2].endswith(" train --plan a.toml")
     assert lines[-1].split() == ["predicted:", "5", "ms", "per", "step"]
+
+
+def test_what_is_fixed_anew_stands_in_place_of_what_was_typed() -> None:
+    token = TYPED.set(("plan", "tiny", "--fix", "tp=4,expert_tp=2"))
+    try:
+        assert again("", "expert_tp=1").words == "plan tiny --fix tp=4,expert_tp=1"
+        assert again("", "dp=2,tp=2,pp=1").words == "plan tiny --fix tp=2,expert_tp=2 --fix dp=2,pp=1"
+    finally:
+        TYPED.reset(token)
 
 
 @pytest.mark.parametrize(

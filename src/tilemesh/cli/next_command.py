@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,9 +24,15 @@ _EQUAL = 1.02
 _EQUAL_NATS = 0.01
 
 
-def again(words: str) -> NextCommand:
-    """What was typed, with more words."""
-    return NextCommand(shlex.join([*TYPED.get(), *words.split()]).encode(errors="backslashreplace").decode())
+def again(words: str, pins: str = "") -> NextCommand:
+    """What was typed, with more words; `pins`: fixed instead of what else the same names were fixed to."""
+    typed, more = [*TYPED.get(), *words.split()], []
+    for pin in filter(None, pins.split(",")):
+        anew = [re.sub(rf"(?<![\w.]){pin.partition('=')[0]}=[^,]*", pin, word) for word in typed]
+        more += [pin] * (anew == typed)
+        typed = anew
+    typed += ["--fix", ",".join(more)] * bool(more)
+    return NextCommand(shlex.join(typed).encode(errors="backslashreplace").decode())
 
 
 def after_layout(config: TrainConfig, words: Callable[[list[str]], str], otherwise: str) -> NextCommand:

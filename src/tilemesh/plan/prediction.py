@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from tilemesh.core.conflicts import PLAN_CONFLICTS, ConflictWords, refusals
+from tilemesh.core.conflicts import OR, PLAN_CONFLICTS, ConflictWords, refusals
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step.memory import StepBytes
 from tilemesh.core.step.simulate import StepTimes
@@ -172,4 +172,4 @@ def trainable(plan: ParallelPlan, refused: Refused = refused_plan) -> str:
 
 def pins_to_train(plan: ParallelPlan) -> str:
     """What to fix so that a search finds a plan without what this one has and training lacks."""
-    return ",".join(refusal.instead for refusal in refused_plan(plan))
+    return ",".join(refusal.instead.split(OR)[0] for refusal in refused_plan(plan))

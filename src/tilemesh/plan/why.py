@@ -232,8 +232,9 @@ def _experts(result: SearchResult, best: Prediction) -> str:
         step_s = result.estimator().step_s(other.layout)  # simulated, as the best plan's is
         beside = f"{how} the quickest that fits, {other.layout.short()}, takes {format_seconds(step_s)}"
     if plan.ep == 1:
-        each = f"every GPU holds 1/{plan.tp} of each" if plan.tp > 1 else "every GPU holds all of its layers' experts"
-        return f"Experts are not shared out (ep 1): {each}, and no row travels; {beside}."
+        part = plan.ranks_per_expert
+        each = f"1/{part} of each" if part > 1 else "all of its layers' experts"
+        return f"Experts are not shared out (ep 1): every GPU holds {each}, and no row travels; {beside}."
     estimator = result.estimator()
     busiest = imbalance(model, estimator.clock.task(plan))
     sent, share = best.traffic["ep"], best.times.ep_s / best.step_time_s

@@ -131,7 +131,7 @@ def _next(options: TrainPlanOptions, result: SearchResult) -> NextCommand:
 
     best, pins = result.best, pins_to_train(result.best.plan)
     if trainable(best.plan, result.refused) != "yes":
-        return again(f"--fix {pins}" if pins else "--explain")
+        return again("" if pins else "--explain", pins)
     gain = f"{format_seconds(best.step_time_s)} per step, {format_count(best.tokens_per_s)} tokens/s"
     return again("--out plan.toml") if options.out is None else NextCommand(f"train --plan {options.out}", gain)
 
