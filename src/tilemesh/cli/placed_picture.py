@@ -81,18 +81,18 @@ def _read_as(sent: dict[tuple[Node, Node | None], list[PlacedExchange]], weight:
 
 
 def _words(exchanges: object) -> str:
-    found: dict[tuple[str, str], float] = {}
+    bytes_by_axis: dict[tuple[str, str], float] = {}
     for each in exchanges:  # type: ignore[attr-defined]
-        found[each.collective, each.axis] = found.get((each.collective, each.axis), 0.0) + each.nbytes
-    return ", ".join(f"{name} {axis} {format_bytes(round(nbytes))}" for (name, axis), nbytes in found.items())
+        bytes_by_axis[each.collective, each.axis] = bytes_by_axis.get((each.collective, each.axis), 0.0) + each.nbytes
+    return ", ".join(f"{name} {axis} {format_bytes(round(nbytes))}" for (name, axis), nbytes in bytes_by_axis.items())
 
 
 def _by_reader(placed: PlacedGraph) -> dict[tuple[Node, Node | None], list[PlacedExchange]]:
-    found: dict[tuple[Node, Node | None], list[PlacedExchange]] = {}
+    exchanges: dict[tuple[Node, Node | None], list[PlacedExchange]] = {}
     for exchange in placed.exchanges:
         if exchange.nbytes:
-            found.setdefault((exchange.node, exchange.reader), []).append(exchange)
-    return found
+            exchanges.setdefault((exchange.node, exchange.reader), []).append(exchange)
+    return exchanges
 
 
 MOST = 60

@@ -73,8 +73,8 @@ def bench_planned(options: Any) -> Any:
     options = _engine_planned(options, plan)
     if not demand:
         return options
-    asked = from_dict(ServeDemand, demand, f"{plan.source}: demand")
-    load = {"rates": (asked.rate / layout.dp,), "prompt": str(asked.prompt), "output": str(asked.output)}
+    planned = from_dict(ServeDemand, demand, f"{plan.source}: demand")
+    load = {"rates": (planned.rate / layout.dp,), "prompt": str(planned.prompt), "output": str(planned.output)}
     return _where_open(options, load)
 
 

@@ -145,10 +145,10 @@ class PlacementProgram:
 
         from tilemesh.parallel.shard import take
 
-        for at, (part, whole, placement) in enumerate(zip(self(), wholes, self.results, strict=True)):
-            own = take(placement.shard(tuple(whole.shape), self.cost.axes, self.rank), whole)
-            eps = torch.finfo(part.dtype).eps if whole.is_floating_point() else 0.0
-            most = eps**0.5 * max(1.0, float(whole.abs().max())) if whole.numel() else 0.0
+        for at, (part, expected, placement) in enumerate(zip(self(), wholes, self.results, strict=True)):
+            own = take(placement.shard(tuple(expected.shape), self.cost.axes, self.rank), expected)
+            eps = torch.finfo(part.dtype).eps if expected.is_floating_point() else 0.0
+            most = eps**0.5 * max(1.0, float(expected.abs().max())) if expected.numel() else 0.0
             if own.numel() and not float((part - own).abs().max()) <= most:
                 raise RunError(f"result {at} on ranks differs from that of one process: this is a fault of tilemesh")
 

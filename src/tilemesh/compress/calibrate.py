@@ -76,8 +76,8 @@ def check_tokens(tokens_BT: Tensor | None, model: Transformer, what: str) -> Ten
     if tokens_BT is None:
         raise UsageError(f"{what} looks at activations: give tokens, some sequences of text (rows, tokens)")
     if not isinstance(tokens_BT, Tensor) or tokens_BT.is_floating_point():
-        given = tokens_BT.dtype if isinstance(tokens_BT, Tensor) else f"a {type(tokens_BT).__name__}"
-        raise UsageError(f"tokens are {given}: expected a tensor of whole numbers (rows, tokens), as a tokenizer gives")
+        kind = tokens_BT.dtype if isinstance(tokens_BT, Tensor) else f"a {type(tokens_BT).__name__}"
+        raise UsageError(f"tokens are {kind}: expected a tensor of whole numbers (rows, tokens), as a tokenizer gives")
     if tokens_BT.dim() != 2 or tokens_BT.numel() < LEAST_TOKENS:
         raise UsageError(
             f"{tokens_BT.numel()} tokens to calibrate with: expected at least {LEAST_TOKENS}, in sequences of up to "
@@ -192,8 +192,8 @@ def mean_divergence(model: Transformer, plain: Transformer, tokens_BT: Tensor) -
     """Of the model's predictions from those of the plain one, in nats per token."""
     total = 0.0
     for piece in _pieces(tokens_BT):
-        whole, changed = (functional.log_softmax(each(piece).float(), -1) for each in (plain, model))
-        total += float((whole.exp() * (whole - changed)).sum())
+        expected, changed = (functional.log_softmax(each(piece).float(), -1) for each in (plain, model))
+        total += float((expected.exp() * (expected - changed)).sum())
     return total / tokens_BT.numel()
 
 
@@ -216,7 +216,7 @@ def weight_gradients(
     from tilemesh.model.loss import loss
 
     parameters = [model.get_parameter(f"{name}.weight") for name in names]
-    asked = [parameter.requires_grad for parameter in parameters]
+    flags = [parameter.requires_grad for parameter in parameters]
     sums = [torch.zeros_like(parameter) for parameter in parameters]
     try:
         for parameter in parameters:
@@ -225,7 +225,7 @@ def weight_gradients(
             for total, part in zip(sums, torch.autograd.grad(loss(model(tokens), targets), parameters), strict=True):
                 total += part
     finally:
-        for parameter, was in zip(parameters, asked, strict=True):
+        for parameter, was in zip(parameters, flags, strict=True):
             parameter.requires_grad_(was)
     return dict(zip(names, sums, strict=True))
 

@@ -64,16 +64,16 @@ def check_teacher(student: ModelConfig, teacher: ModelConfig, config: DistillCon
 
 def aims(compress: CompressConfig, distill: DistillConfig) -> list[tuple[str, str]]:
     """What is trained for beside the text's loss, each with a word for the subject; none, as a rule."""
-    told = []
+    described = []
     recipe = training_recipe(compress.recipe)
     if recipe is not None:
         name = "of a file" if is_file_text(compress.recipe) else compress.recipe
         how = "rounded" if recipe.weights.scheme else "pruned"
-        told.append(("recipe", f"{name}: weights are {how} in every pass, and trained and written in full"))
+        described.append(("recipe", f"{name}: weights are {how} in every pass, and trained and written in full"))
     if distill.teacher is not None:
         part = f"{distill.share:g} of the loss is the divergence from its predictions"
-        told.append(("teacher", f"{distill.teacher}: {part}"))
-    return told
+        described.append(("teacher", f"{distill.teacher}: {part}"))
+    return described
 
 
 def training_recipe(text: str) -> Recipe | None:

@@ -59,9 +59,9 @@ def factorize(model: Transformer, recipe: str | Path | Recipe, tokens: Tensor | 
     require_plain(model, "factorisation")
     if not wanted.keep:
         raise UsageError("the recipe keeps matrices whole: set rank.keep to a share, such as 0.5")
-    made = copy.deepcopy(model).eval().requires_grad_(False)
+    thin = copy.deepcopy(model).eval().requires_grad_(False)
     ranks = {}
-    for name, module in projections(made):
+    for name, module in projections(thin):
         if name.startswith("layers."):
             ranks[name] = rank_of(module.out_features, module.in_features, wanted.keep)
             if ranks[name] < 1:
@@ -71,19 +71,19 @@ def factorize(model: Transformer, recipe: str | Path | Recipe, tokens: Tensor | 
                 )
 
     def change(name: str, inputs: InputStatistics | None) -> None:
-        plain = made.get_submodule(name)
+        plain = thin.get_submodule(name)
         assert isinstance(plain, nn.Linear)
         left, right = factors(plain.weight, ranks[name], inputs)
-        put(made, name, as_kind(plain, Factored(left.shape[1]), **{LEFT: left, RIGHT: right}))
+        put(thin, name, as_kind(plain, Factored(left.shape[1]), **{LEFT: left, RIGHT: right}))
 
     if not wanted.aware:
         for name in ranks:
             change(name, None)
-        return made
+        return thin
 
     def change_layer(prefix: str, layer: Layer, statistics: Statistics, _: Trial) -> None:
         for name, inputs in statistics.items():
             change(prefix + name, inputs)
 
-    layer_by_layer(made, check_tokens(tokens, made, "this recipe"), change_layer)
-    return made
+    layer_by_layer(thin, check_tokens(tokens, thin, "this recipe"), change_layer)
+    return thin

@@ -83,9 +83,9 @@ def _shrinks_in_turns(wide: Tensor, scheme: Scheme, gram: Tensor) -> Tensor:
         tried = tried.view(len(factors), rows, -1)
         of_others = moved[:, own] - change[:, own] @ block
         best = ((tried @ block + 2 * of_others) * tried).sum(-1).argmin(0)
-        found = tried[best, each_row]
-        moved += (found - change[:, own]) @ gram[own]
-        change[:, own] = found
+        best_change = tried[best, each_row]
+        moved += (best_change - change[:, own]) @ gram[own]
+        change[:, own] = best_change
         shrinks.append(factors[best])
     return torch.stack(shrinks, 1)
 

@@ -61,7 +61,7 @@ def sensitivities(
 ) -> dict[str, list[float]]:
     """For each matrix and scheme: the mean divergence (nats) of the predictions where only that matrix is rounded."""
     pieces = tokens_BT[: 2 * ROWS]
-    whole = functional.log_softmax(model(pieces).float(), -1)
+    expected = functional.log_softmax(model(pieces).float(), -1)
     errors: dict[str, list[float]] = {}
     for name, choices in schemes.items():
         weight = model.get_parameter(f"{name}.weight")
@@ -70,7 +70,7 @@ def sensitivities(
         for scheme in choices:
             weight.copy_(rounded(kept, scheme))
             changed = functional.log_softmax(model(pieces).float(), -1)
-            errors[name].append(float((whole.exp() * (whole - changed)).sum(-1).mean().clamp(min=0)))
+            errors[name].append(float((expected.exp() * (expected - changed)).sum(-1).mean().clamp(min=0)))
         weight.copy_(kept)
     return errors
 

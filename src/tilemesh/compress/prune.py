@@ -35,11 +35,11 @@ def prune(model: Transformer, recipe: str | Path | Recipe, tokens: Tensor | None
     scores = _scores(model, wanted, tokens)
     with torch.no_grad():
         if wanted.structure in ("unstructured", "2:4"):
-            made = copy.deepcopy(model)
+            pruned = copy.deepcopy(model)
             block = BLOCK if wanted.structure == "2:4" else None
             for name, score in scores.items():
-                made.get_parameter(f"{name}.weight").mul_(magnitude_mask(score, wanted.amount, block))
-            return made
+                pruned.get_parameter(f"{name}.weight").mul_(magnitude_mask(score, wanted.amount, block))
+            return pruned
         if wanted.structure == "layers":
             return _without_layers(model, wanted, scores)
         return _narrower(model, wanted, scores)
@@ -121,8 +121,8 @@ def _takes_too_little_or_all(wanted: PruneRecipe, units: int, gone: int) -> Usag
 def _narrower(model: Transformer, wanted: PruneRecipe, scores: dict[str, Tensor]) -> Transformer:
     """Without the heads or channels that count least in each layer."""
     config, gone = smaller_config(model.config, wanted)
-    made = _empty(model, config)
-    target = dict(made.named_parameters())
+    smaller = _empty(model, config)
+    target = dict(smaller.named_parameters())
     keep: dict[str, Tensor] = {}
     for number, _ in model.layers.named_children():
         keep[number] = _kept_in_layer(model.config, wanted, scores, f"layers.{number}.", gone)
@@ -132,7 +132,7 @@ def _narrower(model: Transformer, wanted: PruneRecipe, scores: dict[str, Tensor]
         if parts[0] == "layers":
             cut = _cut(cut, parts[-2], parts[-1], keep[parts[1]], model.config, wanted.structure)
         target[name].copy_(cut)
-    return made
+    return smaller
 
 
 def _kept_in_layer(
@@ -177,8 +177,8 @@ def _without_layers(model: Transformer, wanted: PruneRecipe, scores: dict[str, T
     if gone <= model.config.layers - 2:
         sums[0] = sums[-1] = torch.inf
     keep = kept_units(sums, gone).tolist()
-    made = _empty(model, config)
-    target = dict(made.named_parameters())
+    smaller = _empty(model, config)
+    target = dict(smaller.named_parameters())
     for name, value in model.named_parameters():
         parts = name.split(".")
         if parts[0] == "layers":
@@ -186,14 +186,14 @@ def _without_layers(model: Transformer, wanted: PruneRecipe, scores: dict[str, T
                 continue
             parts[1] = str(keep.index(int(parts[1])))
         target[".".join(parts)].copy_(value)
-    return made
+    return smaller
 
 
 def _empty(model: Transformer, config: ModelConfig) -> Transformer:
-    held = next(model.parameters())
-    made = Transformer(config, device="meta", dtype=held.dtype, kernels=model.kernels)
-    made.to_empty(device=held.device)
-    return made.train(model.training).requires_grad_(held.requires_grad)
+    parameter = next(model.parameters())
+    empty = Transformer(config, device="meta", dtype=parameter.dtype, kernels=model.kernels)
+    empty.to_empty(device=parameter.device)
+    return empty.train(model.training).requires_grad_(parameter.requires_grad)
 
 
 def sparsity_at(wanted: PruneRecipe, progress: float) -> float:

@@ -69,39 +69,39 @@ def quantize(
     schemes = chosen_schemes(recipe, shapes)
     if not schemes:
         raise UsageError("the recipe has no weights.scheme: name one, such as int4-g128")
-    made = model if in_place else copy.deepcopy(model)
-    made.eval().requires_grad_(False)
+    rounded = model if in_place else copy.deepcopy(model)
+    rounded.eval().requires_grad_(False)
     judged = recipe.weights.method in JUDGED
-    plain = copy.deepcopy(made) if judged and (in_place or model.training) else model
+    plain = copy.deepcopy(rounded) if judged and (in_place or model.training) else model
     if not recipe.needs_text:
         for name, scheme in schemes.items():
-            _put(made, name, scheme, find_codes(_weight(made, name), scheme, "nearest", None), recipe, None)
-        return made
-    text = check_tokens(tokens, made, "this recipe")
+            _put(rounded, name, scheme, find_codes(_weight(rounded, name), scheme, "nearest", None), recipe, None)
+        return rounded
+    text = check_tokens(tokens, rounded, "this recipe")
     if recipe.weights.bits:
         named = [parse_scheme(choice) for choice in recipe.weights.choices]
         choices = {name: list(named or default_choices(scheme)) for name, scheme in schemes.items()}
         for name, each in choices.items():
             for scheme in each:
                 scheme.groups(shapes[name][1])
-        schemes = mixed_schemes(made, text, choices, recipe.weights.bits)
-    worker = _LayerQuantizer(made, recipe, schemes, say)
+        schemes = mixed_schemes(rounded, text, choices, recipe.weights.bits)
+    worker = _LayerQuantizer(rounded, recipe, schemes, say)
     known, other = held_back(text) if judged else (text, None)
-    layer_by_layer(made, known, worker.change, other, worker.change_output if OUTPUT in schemes else None)
+    layer_by_layer(rounded, known, worker.change, other, worker.change_output if OUTPUT in schemes else None)
     worker.tell()
-    told = worker.moved
+    moves = worker.moved
     if other is not None and worker.taken:
         of_nearest: dict[str, Moved] = {}
         nearest = quantize(plain, _rounding_of(recipe), text, moved=of_nearest)
-        is_closer = mean_divergence(made, plain, other) <= mean_divergence(nearest, plain, other)
-        if not is_closer or _has_more_loss(made, nearest, other):
+        is_closer = mean_divergence(rounded, plain, other) <= mean_divergence(nearest, plain, other)
+        if not is_closer or _has_more_loss(rounded, nearest, other):
             say(f"{recipe.weights.method} does worse than rounding on text held back: rounded instead")
             for name, part in nearest.named_children():
-                setattr(made, name, part)
-            told = of_nearest
+                setattr(rounded, name, part)
+            moves = of_nearest
     if moved is not None:
-        moved |= told
-    return made
+        moved |= moves
+    return rounded
 
 
 def _has_more_loss(model: Transformer, than: Transformer, tokens: Tensor) -> bool:
@@ -291,7 +291,7 @@ def _divide_norm(norm: ResidualNorm, factors: Tensor) -> None:
 
 
 def _put(
-    model: Transformer, name: str, scheme: Scheme, made: Quantized, recipe: Recipe, largest: Tensor | None
+    model: Transformer, name: str, scheme: Scheme, codes: Quantized, recipe: Recipe, largest: Tensor | None
 ) -> None:
     plain = model.get_submodule(name)
     assert isinstance(plain, nn.Linear)
@@ -299,7 +299,7 @@ def _put(
     input_scale = None
     if inputs is not None and largest is not None:
         input_scale = (largest / inputs.number.half_range).reshape(1, 1).clamp(min=torch.finfo(torch.float32).tiny)
-    put(model, name, few_bits(plain, scheme, made, inputs, input_scale))
+    put(model, name, few_bits(plain, scheme, codes, inputs, input_scale))
 
 
 def _weight(model: Transformer, name: str) -> Tensor:

@@ -240,11 +240,11 @@ NAMES: tuple[str, ...] = (
 """Some of the names that are recipes, for whoever asks what there is."""
 
 
-def read_recipe(given: str | Path | Recipe) -> Recipe:
+def read_recipe(source: str | Path | Recipe) -> Recipe:
     """A recipe from a TOML file, or from its name."""
-    if isinstance(given, Recipe):
-        return given
-    text = str(given)
+    if isinstance(source, Recipe):
+        return source
+    text = str(source)
     if is_file_text(text):
         return config.from_dict(Recipe, config.parse_toml(text, "compress.recipe"), "compress.recipe")
     if text.endswith(".toml") or Path(text).is_file():
@@ -288,9 +288,9 @@ def _named(text: str) -> Recipe:
         named_scheme = parse_scheme("-".join(scheme))
     except UsageError as error:
         strange = [word for word in scheme[1:] if scheme[0] in FORMATS and not _is_part_of_scheme(word)]
-        told = unknown("word", strange[0], _WORDS) if strange else error
+        why = unknown("word", strange[0], _WORDS) if strange else error
         raise UsageError(
-            f"recipe '{text}' is neither a TOML file nor a name: {told}; names are such as {', '.join(NAMES[:6])}"
+            f"recipe '{text}' is neither a TOML file nor a name: {why}; names are such as {', '.join(NAMES[:6])}"
         ) from None
     weights["scheme"] = named_scheme.name
     if "bits" in weights:  # as many bytes as the scheme takes in all matrices alike
@@ -325,12 +325,12 @@ def _activation_words(word: str, text: str) -> dict[str, Any]:
 
 
 def _percent(text: str, prefix: str, default: int) -> float:
-    given = str(default) if text == prefix else text[len(prefix) + 1 :]
-    if not given.isdecimal() or not 0 < int(given) < 100:
+    percent = str(default) if text == prefix else text[len(prefix) + 1 :]
+    if not percent.isdecimal() or not 0 < int(percent) < 100:
         raise UsageError(
             f"recipe '{text}': expected a percentage from 1 to 99 after {prefix}-, such as {prefix}-{default}"
         )
-    return int(given) / 100
+    return int(percent) / 100
 
 
 def default_choices(scheme: Scheme) -> Sequence[Scheme]:

@@ -57,9 +57,9 @@ class Access:
 
     def _knows(self, authorization: str) -> bool:
         scheme, _, key = authorization.partition(" ")
-        given = key.strip().encode("utf-8", "replace")
+        key_bytes = key.strip().encode("utf-8", "replace")
         # All are compared, whole: how long it takes says nothing of which one came close.
-        equal = [hmac.compare_digest(given, known.encode()) for known in self.keys]
+        equal = [hmac.compare_digest(key_bytes, known.encode()) for known in self.keys]
         return scheme.lower() == "bearer" and any(equal)
 
 

@@ -48,10 +48,10 @@ def cpu_of(cpuinfo: str) -> str:
 def host_cpu() -> str:
     """The CPU that is compiled for here."""
     try:
-        told = cpu_of(Path("/proc/cpuinfo").read_text())
+        cpu = cpu_of(Path("/proc/cpuinfo").read_text())
     except OSError:
-        told = platform.processor()
-    return f"{platform.machine()}\n{told}"
+        cpu = platform.processor()
+    return f"{platform.machine()}\n{cpu}"
 
 
 def build_library(
@@ -71,11 +71,11 @@ def build_library(
         built.parent.mkdir(parents=True, exist_ok=True)
         # Made beside its name and moved there, so that processes that build at once do not disturb each other.
         with tempfile.TemporaryDirectory(dir=built.parent) as scratch:
-            source, middle, made = (Path(scratch, f"{name}.{end}") for end in (language, "o", "so"))
+            source, middle, shared_object = (Path(scratch, f"{name}.{end}") for end in (language, "o", "so"))
             source.write_text(text)
             _run([*shlex.split(program), *options, "-fPIC", "-c", str(source), "-o", str(middle)], name)
-            _run([*shlex.split(program), "-shared", str(middle), "-o", str(made), *libraries], name)
-            os.replace(made, built)
+            _run([*shlex.split(program), "-shared", str(middle), "-o", str(shared_object), *libraries], name)
+            os.replace(shared_object, built)
     return built
 
 

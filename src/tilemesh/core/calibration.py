@@ -266,16 +266,16 @@ def _section(data: Mapping[str, Any], key: str) -> dict[str, Any]:
 def _rates(data: Mapping[str, Any], part: Part) -> Rates | None:
     if part not in data:
         return None
-    given = dict(_section(data, part))
-    by_key = {name: _section(given, name) for name in _BY_KEY}
+    rates = dict(_section(data, part))
+    by_key = {name: _section(rates, name) for name in _BY_KEY}
     for name in _BY_KEY:
-        given.pop(name, None)
+        rates.pop(name, None)
     keyed = [item for section in by_key.values() for item in section.items()]
-    for key, value in [*keyed, *given.items()]:
+    for key, value in [*keyed, *rates.items()]:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise RunError(f"'{part}.{key}' is {value!r}, expected a number")
     known = [f.name for f in fields(Rates)]
-    for key in given:
+    for key in rates:
         if key not in known:
             raise unknown(f"rate in '{part}'", key, known)
-    return Rates(**by_key, **given)  # type: ignore[arg-type]  # names and numbers were checked above
+    return Rates(**by_key, **rates)  # type: ignore[arg-type]  # names and numbers were checked above

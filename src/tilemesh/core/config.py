@@ -53,7 +53,7 @@ def load(
 
     Each of `sets` is "a.b=c" or a comma list of such: "model.layers=105,model.width=20480".
     """
-    given: dict[str, Any] = {}
+    merged: dict[str, Any] = {}
     layer: Mapping[str, Any]
     if preset is not None:
         known = presets or {}
@@ -61,16 +61,16 @@ def load(
             raise unknown("preset", preset, known)
         chosen = known[preset]
         layer = chosen if isinstance(chosen, Mapping) else to_dict(chosen)
-        _merge(given, _check(cls, layer, f"preset {preset}"))
+        _merge(merged, _check(cls, layer, f"preset {preset}"))
     if file is not None:
-        _merge(given, _check(cls, read_toml(file), str(file)))
+        _merge(merged, _check(cls, read_toml(file), str(file)))
     for key, text in split_sets(sets):
         *sections, last = key.split(".")
         layer = {last: _Text(text)}
         for section in reversed(sections):
             layer = {section: layer}
-        _merge(given, _check(cls, layer, "--set"))
-    return _build(cls, given)
+        _merge(merged, _check(cls, layer, "--set"))
+    return _build(cls, merged)
 
 
 def from_dict(cls: type[T], data: Mapping[str, Any], source: str = "") -> T:
@@ -305,14 +305,14 @@ def _merge(base: dict[str, Any], layer: Mapping[str, Any]) -> None:
             base[key] = value
 
 
-def _build(cls: type[T], given: Mapping[str, Any], base: T | None = None, prefix: str = "", source: str = "") -> T:
+def _build(cls: type[T], entries: Mapping[str, Any], base: T | None = None, prefix: str = "", source: str = "") -> T:
     """The instance; a section that is partly given keeps the rest from its default."""
     hints = field_types(cls)
     values: dict[str, Any] = {}
     for f in settable_fields(cls):
         default = field_default(f) if base is None else getattr(base, f.name)
         section = section_type(hints[f.name])
-        value = given.get(f.name, default)
+        value = entries.get(f.name, default)
         if section is not None and (isinstance(value, dict) or value is dataclasses.MISSING):
             below = value if isinstance(value, dict) else {}
             known = default if isinstance(default, section) else None

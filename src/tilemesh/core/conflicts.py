@@ -58,20 +58,20 @@ class Conflict(Generic[T]):
     instead: str | Callable[[T], str]
 
     def refusal(self, values: T) -> ConflictWords:
-        given = " and ".join(f"{path} is {_shown(_value(values, path))}" for path in self.settings)
-        return ConflictWords(given, _words(self.why, values), _words(self.instead, values))
+        settings = " and ".join(f"{path} is {_shown(_value(values, path))}" for path in self.settings)
+        return ConflictWords(settings, _words(self.why, values), _words(self.instead, values))
 
     def under(self, section: str) -> Conflict[Any]:
         """The same row of something that has a `T` as one of its sections."""
 
-        def instead(whole: Any) -> str:
-            ways = _words(self.instead, getattr(whole, section)).split(OR)
+        def instead(config: Any) -> str:
+            ways = _words(self.instead, getattr(config, section)).split(OR)
             return OR.join(f"{section}.{way.replace(',', f',{section}.')}" for way in ways)
 
         return dataclasses.replace(
             self, settings=tuple(f"{section}.{path}" for path in self.settings), instead=instead,
-            holds=lambda whole: self.holds(getattr(whole, section)),
-            why=lambda whole: _words(self.why, getattr(whole, section)),
+            holds=lambda config: self.holds(getattr(config, section)),
+            why=lambda config: _words(self.why, getattr(config, section)),
         )  # fmt: skip
 
 

@@ -87,8 +87,8 @@ class GpuDescription:
     def node(self) -> ClusterNode:
         """A full machine of it."""
         known = find_device(self.like)
-        given = {peak.name: getattr(self.tflops, peak.name) for peak in fields(self.tflops)}
-        peaks = {dtype: tflops * 1e12 for dtype, tflops in given.items() if tflops is not None}
+        tflops_by_dtype = {peak.name: getattr(self.tflops, peak.name) for peak in fields(self.tflops)}
+        peaks = {dtype: tflops * 1e12 for dtype, tflops in tflops_by_dtype.items() if tflops is not None}
         memory_bytes = known.memory_bytes if self.memory_gib is None else int(self.memory_gib * _GIB)
         device = replace(
             known,
@@ -122,5 +122,5 @@ def read_gpu(file: str | Path) -> ClusterNode:
     return config.from_dict(GpuDescription, config.read_toml(file, "GPU"), str(file)).node
 
 
-def _or(given: float | None, unit: float, known: float) -> float:
-    return known if given is None else given * unit
+def _or(value: float | None, unit: float, known: float) -> float:
+    return known if value is None else value * unit

@@ -16,9 +16,9 @@ class Argument(str):
     typed: str
 
     def __new__(cls, name: str, typed: str = "") -> Argument:
-        made = super().__new__(cls, name)
-        made.typed = typed or f"--{name.replace('_', '-')}"
-        return made
+        argument = super().__new__(cls, name)
+        argument.typed = typed or f"--{name.replace('_', '-')}"
+        return argument
 
 
 class UsageError(ValueError):
@@ -51,29 +51,29 @@ class RunError(RuntimeError):
 _LONGEST_NAME = 200
 
 
-def nearest(given: str, known: Iterable[str], least: float = 0.5) -> str | None:
+def nearest(name_typed: str, known: Iterable[str], least: float = 0.5) -> str | None:
     """The known name closest to what was given, or None when nothing is close: when less than `least` of it agrees."""
     folded = {name.lower(): name for name in known}
-    if len(given) > _LONGEST_NAME:
+    if len(name_typed) > _LONGEST_NAME:
         return None  # no slip of the pen, and comparing takes as long as it is
     # "lr" shares too few letters with "train.lr" to be close to it, and yet is what was meant.
-    tails = [name for name in folded if name.rpartition(".")[2] == given.lower().rpartition(".")[2]]
+    tails = [name for name in folded if name.rpartition(".")[2] == name_typed.lower().rpartition(".")[2]]
     if len(tails) == 1:
         return folded[tails[0]]
-    scores = {name: difflib.SequenceMatcher(None, name, given.lower()).ratio() for name in folded}
+    scores = {name: difflib.SequenceMatcher(None, name, name_typed.lower()).ratio() for name in folded}
     # People get the first letter right: of two equally close names, "dpp" means "dp" and not "pp".
-    best = max(scores, key=lambda name: (scores[name], name[:1] == given[:1].lower()), default="")
+    best = max(scores, key=lambda name: (scores[name], name[:1] == name_typed[:1].lower()), default="")
     return folded[best] if scores.get(best, 0) >= least else None
 
 
-def unknown(kind: str, given: object, known: Iterable[str], near: Iterable[str] | None = None) -> UsageError:
+def unknown(kind: str, name_typed: object, known: Iterable[str], near: Iterable[str] | None = None) -> UsageError:
     """The error for a name that does not exist: names what was given, the nearest and all that are known.
 
     `near`: the names to look for the nearest in, where those are more than are worth listing.
     """
     names = list(known)
-    if not isinstance(given, str):
-        return UsageError(f"{kind} is {given!r}: expected one of {', '.join(names) or 'none'}")
-    close = nearest(given, names if near is None else near)
+    if not isinstance(name_typed, str):
+        return UsageError(f"{kind} is {name_typed!r}: expected one of {', '.join(names) or 'none'}")
+    close = nearest(name_typed, names if near is None else near)
     hint = f"did you mean '{close}'? " if close else ""
-    return UsageError(f"unknown {kind} '{given}': {hint}known are {', '.join(names) or 'none'}")
+    return UsageError(f"unknown {kind} '{name_typed}': {hint}known are {', '.join(names) or 'none'}")

@@ -185,8 +185,8 @@ class StepSettings:
         if not self.offload:  # asked for tens of thousands of layouts
             return ()
         # A comma ends a setting on the command line, so a plus joins too.
-        given = dict.fromkeys(name.strip() for name in self.offload.replace("+", ",").split(",") if name.strip())
-        return tuple(sorted(given, key=lambda name: OFFLOADS.index(name) if name in OFFLOADS else len(OFFLOADS)))
+        names = dict.fromkeys(name.strip() for name in self.offload.replace("+", ",").split(",") if name.strip())
+        return tuple(sorted(names, key=lambda name: OFFLOADS.index(name) if name in OFFLOADS else len(OFFLOADS)))
 
     @property
     def schedule_name(self) -> str:
@@ -260,9 +260,9 @@ class ParallelPlan(StepSettings, ModelPlacement):
     @classmethod
     def unchecked(cls, **fields: Any) -> ParallelPlan:
         """A plan that is right by construction. A search makes tens of thousands, and checking is most of the work."""
-        made = object.__new__(cls)
-        made.__dict__.update(fields)
-        return made
+        plan = object.__new__(cls)
+        plan.__dict__.update(fields)
+        return plan
 
     def on_stage(self, stage: int) -> ParallelPlan:
         """The plan as one stage runs it: without recomputation where that is for others."""

@@ -49,10 +49,10 @@ def read_plan(file: str | Path, kind: str) -> PlanFile:
     written = f"expected a file that `tilemesh plan {kind} MODEL --cluster … --out FILE` writes"
     if not keys:
         raise UsageError(Argument("plan"), f" '{source}' is empty: {written}")
-    found = keys.pop(KIND, TRAIN)
-    if found != kind:
-        runs = f"; `tilemesh {found} --plan` runs this one" if found in (*SECTIONS,) else ""
-        raise UsageError(Argument("plan"), f" '{source}' is a plan of kind {shown(found)}: {written}{runs}")
+    file_kind = keys.pop(KIND, TRAIN)
+    if file_kind != kind:
+        runs = f"; `tilemesh {file_kind} --plan` runs this one" if file_kind in (*SECTIONS,) else ""
+        raise UsageError(Argument("plan"), f" '{source}' is a plan of kind {shown(file_kind)}: {written}{runs}")
     sections = {name: keys.pop(name, {}) for name in SECTIONS[kind]}
     for name, values in sections.items():
         if not isinstance(values, dict):

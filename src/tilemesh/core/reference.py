@@ -66,11 +66,11 @@ def describe(cls: type[Any]) -> list[SectionDescription]:
     return sections
 
 
-def _section(cls: type[Any], name: str, whole: Any, ranges: Mapping[str, Range]) -> SectionDescription:
+def _section(cls: type[Any], name: str, base: Any, ranges: Mapping[str, Range]) -> SectionDescription:
     meanings, types = field_meanings(cls), config.field_types(cls)
     keys = []
     for field in config.settable_fields(cls):
-        value = config.field_default(field) if whole is dataclasses.MISSING else getattr(whole, field.name)
+        value = config.field_default(field) if base is dataclasses.MISSING else getattr(base, field.name)
         default = value if value is dataclasses.MISSING else config.plain_value(value)
         path = f"{name}.{field.name}"
         numbers = ranges.get(path)
@@ -130,11 +130,11 @@ def commented_toml(instance: Any, sections: Sequence[SectionDescription]) -> str
     """A TOML file with every key and its explanation. A key that has its default is a comment, ready to be changed."""
     lines: list[str] = []
     for section in sections:
-        held = getattr(instance, section.name)
+        section_value = getattr(instance, section.name)
         lines += ["", f"[{section.name}]", *_comment(section.meaning)]
         for key in section.keys:
-            value = config.plain_value(getattr(held, key.name))
-            follows = value != key.default and _follows(held, key)
+            value = config.plain_value(getattr(section_value, key.name))
+            follows = value != key.default and _follows(section_value, key)
             is_default = value == key.default or follows
             default = "" if value == key.default else f" Default: {key.default_words}."
             if follows:
@@ -146,10 +146,10 @@ def commented_toml(instance: Any, sections: Sequence[SectionDescription]) -> str
     return "\n".join(lines).strip("\n") + "\n"
 
 
-def _follows(held: Any, key: KeyDescription) -> bool:
+def _follows(section_value: Any, key: KeyDescription) -> bool:
     """Whether a section is the same without this key: its value follows from the others."""
     try:
-        return bool(dataclasses.replace(held, **{key.name: key.default}) == held)
+        return bool(dataclasses.replace(section_value, **{key.name: key.default}) == section_value)
     except UsageError:
         return False
 

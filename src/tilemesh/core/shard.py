@@ -242,7 +242,7 @@ class Shard:
 
 def _kept(spans: tuple[Span, ...], stretches: list[tuple[int, int]]) -> tuple[Span, ...]:
     """What is left of spans when only these stretches of the local dim are kept; neighbours become one."""
-    made: list[Span] = []
+    kept: list[Span] = []
     local = 0
     for begin, length in stretches:
         for span in spans:
@@ -250,10 +250,10 @@ def _kept(spans: tuple[Span, ...], stretches: list[tuple[int, int]]) -> tuple[Sp
             count = min(begin + length, span.local + span.length) - first
             if count <= 0:
                 continue
-            whole = span.whole + first - span.local
-            if made and made[-1].whole + made[-1].length == whole:
-                made[-1] = replace(made[-1], length=made[-1].length + count)
+            place_in_whole = span.whole + first - span.local
+            if kept and kept[-1].whole + kept[-1].length == place_in_whole:
+                kept[-1] = replace(kept[-1], length=kept[-1].length + count)
             else:
-                made.append(Span(local, whole, count))
+                kept.append(Span(local, place_in_whole, count))
             local += count
-    return tuple(made)
+    return tuple(kept)

@@ -61,8 +61,8 @@ class DataConfig:
             raise UsageError("data.source", f" is {shown(self.source)}: expected {_EXPECTED}")
         check_fields(self, "data.")
         if not isinstance(self.pattern, str) or not _is_pattern(self.pattern):
-            given = shown(self.pattern)
-            raise UsageError("data.pattern", f" is {given}: expected a pattern of file names, such as *.py")
+            pattern = shown(self.pattern)
+            raise UsageError("data.pattern", f" is {pattern}: expected a pattern of file names, such as *.py")
         if not isinstance(self.field, str):
             raise UsageError("data.field", f" is {shown(self.field)}: expected the name of a field")
         for source, weight in mixture_of(self):

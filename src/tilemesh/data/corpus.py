@@ -179,12 +179,12 @@ def joined(pieces: Sequence[EncodedDocument]) -> Stream:
     if not pieces:
         return Stream(())
     counted = [piece.counted for piece in pieces if piece.counted is not None]
-    whole = np.concatenate([piece.tokens for piece in pieces])
+    tokens = np.concatenate([piece.tokens for piece in pieces])
     if not counted:
-        return Stream((whole,))
+        return Stream((tokens,))
     # Kept, because a template may end answers with the token that ends documents.
     begins = np.cumsum([0, *(len(piece.tokens) for piece in pieces[:-1])])
-    return Stream((whole,), (np.concatenate(counted),), (begins,))
+    return Stream((tokens,), (np.concatenate(counted),), (begins,))
 
 
 def _open_part(data: DataConfig, weight: float) -> Corpus:
@@ -193,11 +193,11 @@ def _open_part(data: DataConfig, weight: float) -> Corpus:
     if has_shards(folder):
         return open_shards(folder, data, weight)
     tokenizer = open_tokenizer(data.tokenizer)
-    train, held = split_documents(list(encoded_documents(data, tokenizer)), data.held_out)
-    words = f"{data.source} as {tokenizer.name}: {train.length:,} tokens, {held.length:,} held out"
+    train, unseen = split_documents(list(encoded_documents(data, tokenizer)), data.held_out)
+    words = f"{data.source} as {tokenizer.name}: {train.length:,} tokens, {unseen.length:,} held out"
     if skipped := left_out_files(data):
         words += f" ({left_out_words(skipped)})"
-    return Corpus((CorpusPart(train, held, weight),), tokenizer, words)
+    return Corpus((CorpusPart(train, unseen, weight),), tokenizer, words)
 
 
 def left_out_words(names: Sequence[str]) -> str:

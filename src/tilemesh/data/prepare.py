@@ -166,8 +166,8 @@ def _read_waiting(target: Path, state: _State) -> list[EncodedDocument]:
         cuts = np.cumsum(content["lengths"])[:-1]
         tokens = np.split(content["tokens"], cuts)
         counted = np.split(content["counted"], cuts) if len(content["counted"]) else [None] * len(names)
-        told = zip(names, tokens, counted, content["read_bytes"], content["ends_inside"], strict=True)
-        waiting = [EncodedDocument(*row[:3], int(row[3]), bool(row[4])) for row in told]
+        columns = zip(names, tokens, counted, content["read_bytes"], content["ends_inside"], strict=True)
+        waiting = [EncodedDocument(*row[:3], int(row[3]), bool(row[4])) for row in columns]
     except (OSError, ValueError, KeyError, zipfile.BadZipFile):
         raise UsageError(f"{path} is not what `tilemesh data prepare` wrote: remove {target} and begin anew") from None
     state.ends_inside |= any(document.ends_inside for document in waiting)
@@ -209,8 +209,8 @@ class _State:
         before = state.arguments
         different = [f"{key} was {before.get(key)!r} and is {now[key]!r}" for key in now if before.get(key) != now[key]]
         if different:
-            told = "; ".join(different)
-            raise UsageError(f"{target} was begun otherwise ({told}): do as then, or name another folder")
+            differences = "; ".join(different)
+            raise UsageError(f"{target} was begun otherwise ({differences}): do as then, or name another folder")
         return state
 
     def write(self, target: Path) -> None:
@@ -227,9 +227,9 @@ class _ShardWriter:
         """Documents into one shard for each side, and then how far that is."""
         if not waiting:
             return
-        held = [document for document in waiting if is_held_out(document.name, held_out)]
+        held_out_documents = [document for document in waiting if is_held_out(document.name, held_out)]
         train = [document for document in waiting if not is_held_out(document.name, held_out)]
-        self.write(joined(train), joined(held), documents=len(waiting), read=waiting[-1].read_bytes)
+        self.write(joined(train), joined(held_out_documents), documents=len(waiting), read=waiting[-1].read_bytes)
 
     def write(self, train: Stream, held: Stream, *, documents: int, read: int, most: int = 0) -> None:
         for prefix, stream in (("train", train), (HELD_OUT_PREFIX, held)):

@@ -42,14 +42,14 @@ def open_shards(folder: Path, data: DataConfig, weight: float = 1.0) -> Corpus:
     dtype = DTYPES[meta.get("dtype", "uint16")]
     paths = sorted(folder.glob("*" + SHARD_SUFFIX))
     held_paths = [path for path in paths if path.name.startswith((HELD_OUT_PREFIX, "val"))]
-    train, held = (
+    train, unseen = (
         _stream(some, dtype, bool(meta.get("counted")), bool(meta.get("begins")))
         for some in ([path for path in paths if path not in held_paths], held_paths)
     )
     if not held_paths:
-        train, held = cut_end(train, data.held_out)
-    words = f"{len(paths)} shards of {folder}: {train.length:,} tokens, {held.length:,} held out"
-    return Corpus((CorpusPart(train, held, weight),), _tokenizer(folder, data, meta), words)
+        train, unseen = cut_end(train, data.held_out)
+    words = f"{len(paths)} shards of {folder}: {train.length:,} tokens, {unseen.length:,} held out"
+    return Corpus((CorpusPart(train, unseen, weight),), _tokenizer(folder, data, meta), words)
 
 
 def shards_tokenizer(folder: Path, data: DataConfig) -> Tokenizer:

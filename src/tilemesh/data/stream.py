@@ -67,8 +67,8 @@ class Stream:
         for part in self.parts:
             begins.append(np.flatnonzero(np.asarray(part) == end) + before + 1)
             before += len(part)
-        whole = np.concatenate(begins)
-        return whole[whole < before]
+        joined = np.concatenate(begins)
+        return joined[joined < before]
 
     def begins_among(self, begin: int, tokens: NDArray[np.int64], end: int) -> NDArray[np.bool_]:
         """Of tokens taken from a place on, which begin a document; the first, before which none is known, does not."""
@@ -152,20 +152,20 @@ def batch(stream: Stream, order: Order, position: int, rows: Iterable[int], cont
     return np.stack([stream.sample(order.at(position + row), context) for row in rows])
 
 
-def cut_end(whole: Stream, fraction: float) -> tuple[Stream, Stream]:
+def cut_end(stream: Stream, fraction: float) -> tuple[Stream, Stream]:
     """The end of a stream held out, across its parts."""
-    keep = whole.length - int(whole.length * fraction)
-    return _cut(whole, keep, False), _cut(whole, keep, True)
+    keep = stream.length - int(stream.length * fraction)
+    return _cut(stream, keep, False), _cut(stream, keep, True)
 
 
-def _cut(whole: Stream, keep: int, is_end: bool) -> Stream:
+def _cut(stream: Stream, keep: int, is_end: bool) -> Stream:
     """What comes before a place, or what comes from it on."""
     before = 0
     kept = Stream(())
-    for number, part in enumerate(whole.parts):
+    for number, part in enumerate(stream.parts):
         here = min(max(0, keep - before), len(part))
         before += len(part)
-        stretch = whole.stretch(number, slice(here, None) if is_end else slice(0, here))
+        stretch = stream.stretch(number, slice(here, None) if is_end else slice(0, here))
         if stretch.length:
             kept = Stream(
                 kept.parts + stretch.parts, kept.counted + stretch.counted, kept.kept_begins + stretch.kept_begins

@@ -174,16 +174,16 @@ class FileTokenizer:
         """Files that mean this tokenizer, to transformers and to us; `settings` go into its configuration."""
         files, known = self.files, self._inner.get_vocab(with_added_tokens=True)
         special = {name: text for name, text in files.special_tokens.items() if text in known}
-        told: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **special, **settings}
+        entries: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **special, **settings}
         if self.end_token is not None:
-            told["eos_token"] = self.end_token
+            entries["eos_token"] = self.end_token
         if files.templates:
-            told["chat_template"] = [{"name": name, "template": text} for name, text in files.templates.items()]
+            entries["chat_template"] = [{"name": name, "template": text} for name, text in files.templates.items()]
             if set(files.templates) == {"default"}:
-                told["chat_template"] = files.templates["default"]
+                entries["chat_template"] = files.templates["default"]
         for name, text in (
             (TOKENIZER, self._inner.to_str()),
-            (TOKENIZER_CONFIG, json.dumps(told, indent=2, ensure_ascii=False) + "\n"),
+            (TOKENIZER_CONFIG, json.dumps(entries, indent=2, ensure_ascii=False) + "\n"),
         ):
             write_text(text, folder / name)
 

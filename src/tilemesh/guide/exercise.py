@@ -71,15 +71,15 @@ def numeric(
     hint = hint_of_asked(asked) if asked else hint_of(unit)
     near = tolerance if tolerance is not None else 1e-9 if unit == "count" and answer == int(answer) else 0.01
 
-    def correct(given: float) -> str | None:
-        if not isinstance(given, Real):
-            return _no_answer(given, f"a number, {hint}")
-        if math.isclose(given, answer, rel_tol=near):
+    def correct(number: float) -> str | None:
+        if not isinstance(number, Real):
+            return _no_answer(number, f"a number, {hint}")
+        if math.isclose(number, answer, rel_tol=near):
             return None
         for value, why in wrong.items():
-            if math.isclose(given, value, rel_tol=near):
+            if math.isclose(number, value, rel_tol=near):
                 return why
-        return f"That is too {'much' if given > answer else 'little'}. {otherwise}"
+        return f"That is too {'much' if number > answer else 'little'}. {otherwise}"
 
     def read(text: str) -> float:
         return parse_asked(text, asked) if asked else parse_quantity(text, unit)
@@ -106,13 +106,13 @@ def listing(
             )
         return tuple(int(word) for word in words)
 
-    def correct(given: Sequence[int]) -> str | None:
-        if not isinstance(given, Sequence) or not all(isinstance(rank, Integral) for rank in given):
-            return _no_answer(given, "a list of ranks")
-        if sorted(given) == sorted(answer):
+    def correct(ranks: Sequence[int]) -> str | None:
+        if not isinstance(ranks, Sequence) or not all(isinstance(rank, Integral) for rank in ranks):
+            return _no_answer(ranks, "a list of ranks")
+        if sorted(ranks) == sorted(answer):
             return None
         for value, why in wrong.items():
-            if sorted(given) == sorted(value):
+            if sorted(ranks) == sorted(value):
                 return why
         return otherwise
 
@@ -141,15 +141,15 @@ def choice(key: str, question: str, options: Mapping[str, str | None], *, explan
     planted = tuple(sentence for sentence in sentences if options[sentence] is not None)
     hint = f"one of {', '.join(letters)}"
 
-    def correct(given: str) -> str | None:
-        return options[given] if given in sentences else _no_answer(given, "one of the sentences")
+    def correct(answer: str) -> str | None:
+        return options[answer] if answer in sentences else _no_answer(answer, "one of the sentences")
 
     return Exercise(key, f"{question}\n{listed}", hint, right[0], planted, correct, read, explanation)
 
 
-def _no_answer(given: object, expected: str) -> str:
+def _no_answer(answer: object, expected: str) -> str:
     """Of what a notebook's `correct` may be given and nobody can type."""
-    return f"{'There is no answer yet' if given is None else f'{given!r:.60} is no answer'}: expected {expected}."
+    return f"{'There is no answer yet' if answer is None else f'{answer!r:.60} is no answer'}: expected {expected}."
 
 
 def code(
@@ -168,13 +168,13 @@ def code(
     `returns`: what it returns, in a few words. One that raises gets what it raised, and where, as its correction.
     """
 
-    def judged(given: Callable[..., Any] | AnswerFile) -> str | None:
-        if not callable(given) and not isinstance(given, AnswerFile):
-            return _no_answer(given, f"a function `{key}`")
-        return judged_apart(lambda: judge(given))
+    def judged(answer: Callable[..., Any] | AnswerFile) -> str | None:
+        if not callable(answer) and not isinstance(answer, AnswerFile):
+            return _no_answer(answer, f"a function `{key}`")
+        return judged_apart(lambda: judge(answer))
 
-    def judge(given: Callable[..., Any] | AnswerFile) -> str | None:
-        function = function_in(given.path, key) if isinstance(given, AnswerFile) else given
+    def judge(answer: Callable[..., Any] | AnswerFile) -> str | None:
+        function = function_in(answer.path, key) if isinstance(answer, AnswerFile) else answer
         calls = _Calls(function, returns)
         try:
             return correct(calls)

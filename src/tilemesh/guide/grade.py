@@ -105,8 +105,8 @@ def as_lines(grades: Sequence[AnswerGrade]) -> list[str]:
     lines = []
     for student in dict.fromkeys(grade.student for grade in grades):
         own = [grade for grade in grades if grade.student == student]
-        asked = [grade for grade in own if grade.exercise]
-        lines.append(f"{student}: {sum(grade.points for grade in own)} of {len(asked)}")
+        answered = [grade for grade in own if grade.exercise]
+        lines.append(f"{student}: {sum(grade.points for grade in own)} of {len(answered)}")
         for state in (WRONG, UNREADABLE, MISSING):
             named = [f"{grade.chapter}/{grade.exercise}".rstrip("/") for grade in own if grade.state == state]
             if named:

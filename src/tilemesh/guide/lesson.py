@@ -199,8 +199,8 @@ class Lesson:
         if exercise.is_code or self._ask is None:
             if exercise.is_code:
                 self.console.print(exercise.template, markup=False, soft_wrap=True)  # to be copied
-            given = "FILE.py" if exercise.is_code else "ANSWER"
-            line = f"tilemesh guide {self.part.key} --exercise {key} --answer {given}"
+            placeholder = "FILE.py" if exercise.is_code else "ANSWER"
+            line = f"tilemesh guide {self.part.key} --exercise {key} --answer {placeholder}"
             self._say(f"  Answer it with: {line} ({exercise.hint})")
             return
         wrong = 0
@@ -225,9 +225,9 @@ class Lesson:
             self._say(f"  {error}")
             return None
 
-    def judge(self, exercise: Exercise, given: Any) -> bool:
+    def judge(self, exercise: Exercise, answer: Any) -> bool:
         """Judge an answer that was read; UsageError for a file that cannot be run."""
-        why = exercise.correct(given)
+        why = exercise.correct(answer)
         if self._progress is not None:
             self._progress.answered(self.part.key, exercise.key, why is None)
         verdict = f"  Right. {exercise.explanation}" if why is None else f"  Not yet. {why}"
@@ -254,7 +254,7 @@ class Lesson:
             if rows:
                 self.console.print(f"\n[bold]{title}[/]")
                 print_rows(rows, self.console, figure)
-        made = [
+        guessed = [
             Guessed(guess.question, guess.unit, guess.value, measured)
             for guess, measured in self.guesses
             if guess.by_reader and guess.value is not None
@@ -262,7 +262,7 @@ class Lesson:
         for line in how_far_off(self.guesses):
             self._say(line)
         if self._progress is not None:
-            self._progress.finish(self.part.key, made)
+            self._progress.finish(self.part.key, guessed)
         following = next_part(self.part)
         if following is not None:
             line = f"Next: {following.words}, tilemesh guide {following.key}"

@@ -101,13 +101,13 @@ def _chapters(body: Mapping[str, Any], path: Path) -> dict[str, ChapterDone]:
             raise ValueError(f"schema {body['schema']!r}")
         return {
             str(key): ChapterDone(
-                finished=str(told["finished"]),
+                finished=str(entry["finished"]),
                 guesses=[Guessed(str(g["question"]), str(g["unit"]), float(g["guess"]), float(g["measured"]))
-                         for g in told["guesses"]],
-                solved={str(name): int(tries) for name, tries in told["solved"].items()},
-                tries={str(name): int(tries) for name, tries in told["tries"].items()},
+                         for g in entry["guesses"]],
+                solved={str(name): int(tries) for name, tries in entry["solved"].items()},
+                tries={str(name): int(tries) for name, tries in entry["tries"].items()},
             )
-            for key, told in body["chapters"].items()
+            for key, entry in body["chapters"].items()
         }  # fmt: skip
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(f"'{path}' is no progress of the guide ({error}): remove it to begin anew") from None

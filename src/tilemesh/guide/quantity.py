@@ -40,23 +40,23 @@ def hint_of(unit: str) -> str:
 def parse_quantity(text: str, unit: str) -> float:
     """The number in the unit's own scale (seconds, bytes, FLOP/s); a bare number is taken to be in it already."""
     higher_is_better(unit)  # refuses a unit that no row has
-    given = text.strip()
-    shown = given if len(given) <= 40 else f"{given[:40]}…"
+    typed = text.strip()
+    shown = typed if len(typed) <= 40 else f"{typed[:40]}…"
     kind = {"count": "number", "s": "number of seconds", "fraction": "share"}.get(unit, f"number of {unit}")
     how = f"write the number alone, such as {_EXAMPLE}"
     if unit != "count":
         how = f"write it such as {_EXAMPLES.get(unit, _EXAMPLE)}"
-    if re.match(r"[0-9]+,[0-9]", given):
+    if re.match(r"[0-9]+,[0-9]", typed):
         how += ", with a point before decimals"
-    top, slash, bottom = given.partition("/") if unit in ("count", "fraction") else (given, "", "")
+    top, slash, bottom = typed.partition("/") if unit in ("count", "fraction") else (typed, "", "")
     value = _value(top, unit)
     below = _value(bottom, "count") if slash else 1.0
     if value is None or not below or not math.isfinite(value / below):
-        word = _NUMBER.fullmatch(given)
+        word = _NUMBER.fullmatch(typed)
         if word is not None and word[2].strip().lower() in _PERCENT:
             raise UsageError(f"'{shown}' is a share, and a {kind} is asked for: {how}")
         raise UsageError(f"'{shown}' is no {kind}: {how}")
-    if unit == "fraction" and value / below > 1 and not slash and given[-1:].isdecimal():
+    if unit == "fraction" and value / below > 1 and not slash and typed[-1:].isdecimal():
         raise UsageError(
             f"'{shown}' as a share would be {value:g} times the whole: write {value:g} % or {value / 100:g}"
         )
@@ -67,21 +67,21 @@ ASKED = {"µs": ("microseconds", "s", 1e-6), "MB": ("MB", "B", 1e6), "GB": ("GB"
 """What a question may ask for a number of: its words, the unit it belongs to, and how much of that it is."""
 
 
-def hint_of_asked(asked: str) -> str:
+def hint_of_asked(unit: str) -> str:
     """How a reader may write a number of what is asked for."""
-    return f"a number of {ASKED[asked][0]}"
+    return f"a number of {ASKED[unit][0]}"
 
 
 def parse_asked(text: str, asked: str) -> float:
     """The number of what was asked for: bare (`60`), or with a word of its unit (`60 us`, `0.06 ms`)."""
     words, unit, scale = ASKED[asked]
-    given = text.strip()
+    typed = text.strip()
     with contextlib.suppress(UsageError):
-        return parse_quantity(given, "count")
-    value = _value(given, unit)
+        return parse_quantity(typed, "count")
+    value = _value(typed, unit)
     if value is None or not math.isfinite(value):
-        shown = given if len(given) <= 40 else f"{given[:40]}…"
-        point = ", with a point before decimals" if re.match(r"[0-9]+,[0-9]", given) else ""
+        shown = typed if len(typed) <= 40 else f"{typed[:40]}…"
+        point = ", with a point before decimals" if re.match(r"[0-9]+,[0-9]", typed) else ""
         raise UsageError(f"'{shown}' is no number of {words}: write it such as {_EXAMPLE} or {_EXAMPLE} {asked}{point}")
     return value / scale
 

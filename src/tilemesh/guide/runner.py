@@ -112,7 +112,7 @@ def _print_at(console: Console) -> Callable[..., None]:
 
 def notebook(part: GuidePart) -> str:
     """The chapter as a Jupyter notebook (format 4.5), its cells not yet run."""
-    made = []
+    cell_bodies = []
     for number, cell in enumerate(cells(part.script.read_text(encoding="utf-8"))):
         body: dict[str, Any] = {
             "id": f"cell-{number}",
@@ -124,6 +124,6 @@ def notebook(part: GuidePart) -> str:
             body |= {"execution_count": None, "outputs": []}
         if cell.asks:
             body["metadata"] = {"jupyter": {"source_hidden": True}}  # as above: folded until the reader opens it
-        made.append(body)
+        cell_bodies.append(body)
     kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
-    return json.dumps({"cells": made, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}, indent=1) + "\n"
+    return json.dumps({"cells": cell_bodies, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}, indent=1) + "\n"

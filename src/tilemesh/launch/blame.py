@@ -57,8 +57,8 @@ def blame(records: Sequence[Record], deaths: Sequence[Death]) -> Failure | None:
     """
     ended = [(record.ended_ns, rank) for rank, record in enumerate(records) if record.state in (FAILED, INTERRUPTED)]
     reported = sorted(ended)
-    told = {rank for _, rank in reported}
-    silent = [death for death in deaths if death.rank not in told]
+    reporting = {rank for _, rank in reported}
+    silent = [death for death in deaths if death.rank not in reporting]
     trouble = bool(reported) or any(death.code != 0 for death in silent)
     for death in silent:
         left = death.code == 0 and records[death.rank].state == RUNNING and trouble

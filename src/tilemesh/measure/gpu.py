@@ -140,8 +140,8 @@ def _capture_stream(index: int) -> torch.cuda.Stream:
     cuBLAS keeps 32 MiB of workspace for every (thread, stream) that ever multiplied, until the process ends. With a
     stream for each capture that became 64 MiB per captured training step (forward and backward run on two threads).
     """
-    made: torch.cuda.Stream = torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
-    return made
+    stream: torch.cuda.Stream = torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
+    return stream
 
 
 @contextmanager

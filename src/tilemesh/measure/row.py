@@ -176,14 +176,14 @@ def read_rows(path: str | Path) -> list[Row]:
         raise UsageError(f"no rows can be read from '{path}': {error.strerror}") from None
     except UnicodeDecodeError:
         raise UsageError(f"no rows can be read from '{path}': it is no text") from None
-    made = []
+    rows = []
     # Not splitlines(): that also splits at characters a JSON string may hold as they are.
     for index, line in enumerate(text.split("\n"), start=1):
         try:
-            made += [Row.from_json(line)] if line.strip() else []
+            rows += [Row.from_json(line)] if line.strip() else []
         except UsageError as error:
             raise UsageError(f"'{path}', line {index}: {error}") from None
-    return made
+    return rows
 
 
 def _check_columns(row: Row) -> None:

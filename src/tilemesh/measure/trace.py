@@ -280,11 +280,11 @@ def _read(path: Path) -> _RankFile:
         head, *batches = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
         # A further head is a process that went on where another had stopped; on the same clock.
         events = [[["R", batch["clock_ns"]]] if isinstance(batch, dict) else batch for batch in batches]
-        made = _RankFile(**head, events=[event for batch in events for event in batch])
+        rank_file = _RankFile(**head, events=[event for batch in events for event in batch])
         for name, kind in (("rank", int), ("name", str), ("boot", str), ("clock_ns", int), ("wall_ns", int)):
-            if not isinstance(getattr(made, name), kind):
-                raise ValueError(f"{name} is {getattr(made, name)!r}")
-        return made
+            if not isinstance(getattr(rank_file, name), kind):
+                raise ValueError(f"{name} is {getattr(rank_file, name)!r}")
+        return rank_file
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise UsageError(f"{path} is not a rank's trace: {error}") from None
 
@@ -293,15 +293,15 @@ def _make_ready(path: Path) -> None:
     """For more to be added: half a line at its end is cut off; what another boot's clock timed is put aside."""
     with contextlib.suppress(FileNotFoundError):
         raw = path.read_bytes()
-        whole = raw[: raw.rfind(b"\n") + 1]
+        complete = raw[: raw.rfind(b"\n") + 1]
         try:
-            boot = json.loads(whole.split(b"\n", 1)[0])["boot"]
+            boot = json.loads(complete.split(b"\n", 1)[0])["boot"]
         except (ValueError, TypeError, KeyError, RecursionError):
             boot = None
         if boot != _boot_id():
             os.replace(path, path.with_name(EARLIER_PREFIX + path.name))
-        elif len(whole) < len(raw):
-            os.truncate(path, len(whole))
+        elif len(complete) < len(raw):
+            os.truncate(path, len(complete))
 
 
 def _boot_id() -> str:

@@ -91,9 +91,9 @@ def sent_bytes(compression: Compression | None, shapes: Sequence[Sequence[int]],
             return summed_bytes(kept * width, ranks)
         case "powersgd":
             factors = [_factor_rank(shape, compression.rank) for shape in shapes]
-            whole = sum(math.prod(shape) for shape, rank in zip(shapes, factors, strict=True) if not rank)
+            unfactored = sum(math.prod(shape) for shape, rank in zip(shapes, factors, strict=True) if not rank)
             sides = sum(rank * sum(_sides(shape)) for shape, rank in zip(shapes, factors, strict=True) if rank)
-            return summed_bytes((whole + sides) * width, ranks)
+            return summed_bytes((unfactored + sides) * width, ranks)
     part = _part(length, ranks)
     packed = part / 8 if compression.scheme == "one-bit" else part
     return 2 * (ranks - 1) * (packed + 4)
@@ -246,7 +246,7 @@ class CompressedGradients(Bucketed):
         """PowerSGD: P of all matrices in one sum, Q of all in another, everything that is no matrix beside P."""
         ranks, pieces = self._factor_ranks(bucket), self._split(bucket, wanted)
         views = {number: view.reshape(view.shape[0], -1) for number, view in enumerate(pieces) if ranks[number]}
-        whole = [view for number, view in enumerate(pieces) if not ranks[number]]
+        unfactored = [view for number, view in enumerate(pieces) if not ranks[number]]
         known = self.factors.setdefault(id(bucket), {})
         for number, matrix in views.items() if not known else ():
             draw = torch.Generator().manual_seed(self.compression.seed + number)
@@ -254,13 +254,13 @@ class CompressedGradients(Bucketed):
             known[number] = torch.randn(shape, generator=draw, dtype=matrix.dtype).to(matrix.device)
         residual.copy_(wanted)
         left = [matrix @ known[number] for number, matrix in views.items()]
-        summed = self._sum_all([*left, *whole], group)
+        summed = self._sum_all([*left, *unfactored], group)
         bases = dict(zip(views, [_orthonormal(p) for p in summed[: len(left)]], strict=True))
         right = self._sum_all([matrix.T @ bases[number] for number, matrix in views.items()], group)
         for (number, matrix), q in zip(views.items(), right, strict=True):
             known[number] = q
             matrix.copy_(bases[number] @ q.T)
-        for view, total in zip(whole, summed[len(left) :], strict=True):
+        for view, total in zip(unfactored, summed[len(left) :], strict=True):
             view.copy_(total)
         # What the mean of the ranks got of this rank's gradients is what it need not send again.
         residual.sub_(wanted, alpha=1 / group.size)
@@ -289,8 +289,8 @@ class CompressedGradients(Bucketed):
             error.copy_(mine - self._decode(code, scale, part)).div_(self._divisor)
             error[real:] = 0
         codes, everyone = self._gather(code, group).view(ranks, -1), self._gather(scale[None], group)
-        whole = torch.cat([self._decode(code, size, part) for code, size in zip(codes, everyone, strict=True)])
-        wanted.copy_(whole[:length])
+        decoded = torch.cat([self._decode(code, size, part) for code, size in zip(codes, everyone, strict=True)])
+        wanted.copy_(decoded[:length])
 
     def _encode(self, piece: Tensor, real: int) -> tuple[Tensor, Tensor]:
         """Bytes and a scale. `real`: of the piece, what is no padding."""
@@ -314,21 +314,21 @@ class CompressedGradients(Bucketed):
 
     def _sum(self, values: Tensor, group: Communicator) -> Tensor:
         self.sent_bytes += summed_bytes(values.nbytes, group.size)
-        made: Tensor = group.all_reduce(values, out=values, algorithm=self.algorithm)
-        return made
+        summed: Tensor = group.all_reduce(values, out=values, algorithm=self.algorithm)
+        return summed
 
     def _gather(self, values: Tensor, group: Communicator) -> Tensor:
         self.sent_bytes += (group.size - 1) * values.nbytes
-        made: Tensor = group.all_gather(values, algorithm=self.algorithm)
-        return made
+        gathered: Tensor = group.all_gather(values, algorithm=self.algorithm)
+        return gathered
 
     def _to_all(self, values: Tensor, group: Communicator) -> Tensor:
         self.sent_bytes += (group.size - 1) / group.size * values.nbytes
         algorithm = self.algorithm
         if algorithm != "auto" and algorithm not in algorithms("all_to_all"):  # a ring, say: messages, as it is
             algorithm = "pairwise"
-        made: Tensor = group.all_to_all(values, algorithm=algorithm)
-        return made
+        received: Tensor = group.all_to_all(values, algorithm=algorithm)
+        return received
 
     def _sum_all(self, tensors: Sequence[Tensor], group: Communicator) -> list[Tensor]:
         if not tensors:
@@ -353,11 +353,11 @@ class CompressedGradients(Bucketed):
     def figures(self) -> dict[str, Any]:
         shapes = [shape for bucket in self.buckets for shape in self._shapes[id(bucket)]]
         ranks, width = self.mesh.dp.size, self.buckets[0].flat.element_size()
-        whole = sent_bytes(None, shapes, ranks, width)
+        plain = sent_bytes(None, shapes, ranks, width)
         left = math.hypot(*(left for left, _ in self.left_out.values()))
         wanted = math.hypot(*(size for _, size in self.left_out.values()))
         return {
-            "compress": self.compression.scheme, "whole_bytes": whole, "left_out": left / wanted if wanted else 0.0,
+            "compress": self.compression.scheme, "whole_bytes": plain, "left_out": left / wanted if wanted else 0.0,
             "sent_bytes": self.sent_bytes / max(1, self.exchanged),
         }  # fmt: skip
 
@@ -373,11 +373,11 @@ class CompressedGradients(Bucketed):
                 yield kind, shard.by_replica(), piece[None]
             error, group = self.own_errors.get(id(bucket)), self._replicas(bucket)
             if error is not None:
-                whole = torch.zeros_like(self.residuals[id(bucket)])
-                mine = whole[group.rank * len(error) :][: len(error)]
+                errors = torch.zeros_like(self.residuals[id(bucket)])
+                mine = errors[group.rank * len(error) :][: len(error)]
                 mine += error[: len(mine)]
-                group.all_reduce(whole, out=whole, algorithm=self.algorithm)
-                for name, piece in zip(named, self._split(bucket, whole), strict=True):
+                group.all_reduce(errors, out=errors, algorithm=self.algorithm)
+                for name, piece in zip(named, self._split(bucket, errors), strict=True):
                     yield *self._kept_as(ERROR, name), piece
             for number, factor in self.factors.get(id(bucket), {}).items():
                 yield *self._factor_as(named[number], factor.shape), factor[None]
@@ -396,8 +396,8 @@ class CompressedGradients(Bucketed):
                 group, length = self._replicas(bucket), self.residuals[id(bucket)].numel()
                 part = _part(length, group.size)
                 mine = torch.zeros(part, dtype=bucket.flat.dtype, device=bucket.flat.device)
-                whole = torch.cat([error.reshape(-1) for error in errors if error is not None])
-                own = whole[group.rank * part :][:part]
+                joined = torch.cat([error.reshape(-1) for error in errors if error is not None])
+                own = joined[group.rank * part :][:part]
                 mine[: len(own)] = own
                 self.own_errors[id(bucket)] = mine
             self._recall_factors(bucket, named, read)
@@ -422,8 +422,8 @@ class CompressedGradients(Bucketed):
     def _factor_as(self, name: str, size: Sequence[int]) -> tuple[str, Shard]:
         """Ranks along tp have a factor each, of their part of the matrix."""
         kind, shard = self._kept_as(FACTOR, name)
-        whole = (size_of(shard.axes, "tp"), *size)
-        return kind, replace(shard, whole=whole, cuts=(Cut("tp", 0),))
+        shape = (size_of(shard.axes, "tp"), *size)
+        return kind, replace(shard, whole=shape, cuts=(Cut("tp", 0),))
 
 
 class CompressedRows(CompressedGradients, Zero):

@@ -79,8 +79,8 @@ class ServerLink:
             replies = self._pull_from(places, weights, max(clocks), last, asked)
             for place, (clock, _) in zip(places, replies, strict=True):
                 clocks[place] = clock
-            self.told = max(self.told, *(told for _, told in replies if told != AGAIN), GO_ON)
-            again = {place for place, (_, told) in zip(places, replies, strict=True) if told == AGAIN}
+            self.told = max(self.told, *(signal for _, signal in replies if signal != AGAIN), GO_ON)
+            again = {place for place, (_, signal) in zip(places, replies, strict=True) if signal == AGAIN}
             places = [place for place, clock in enumerate(clocks) if clock < max(clocks) or place in again]
         self.waited_s += time.perf_counter() - began_s
         return clocks[0]

@@ -64,7 +64,7 @@ class LocalUpdates(Bucketed):
         self._is_finished = False
         self.values: Mapping[str, Tensor] = {}
         """What an optimizer steps and replicas average: the parameters, or their float32 masters."""
-        self.average({name: held.tensor for name, held in self.held.items()})
+        self.average({name: mine.tensor for name, mine in self.held.items()})
         self.rounds = 0
         self.spread = 0.0
         """How far this replica had gone from the mean at the last meeting, as a part of the weights' norm."""

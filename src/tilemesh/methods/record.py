@@ -35,14 +35,14 @@ class ServerEvent(NamedTuple):
     """Of an apply: what the mean gradient was multiplied by, which clips it; of a push: what the loss was."""
 
     def to_json(self) -> list[Any]:
-        made = [self.kind, [list(push) for push in self.pushes], self.version]
-        return made if self.scale == 1.0 else [*made, self.scale]
+        plain = [self.kind, [list(push) for push in self.pushes], self.version]
+        return plain if self.scale == 1.0 else [*plain, self.scale]
 
     @classmethod
     def from_json(cls, value: Any) -> ServerEvent:
         kind, pushes, version, *scale = value
-        made = tuple(Push(int(worker), int(clock)) for worker, clock in pushes)
-        return cls(str(kind), made, int(version), *map(float, scale[:1]))
+        parsed = tuple(Push(int(worker), int(clock)) for worker, clock in pushes)
+        return cls(str(kind), parsed, int(version), *map(float, scale[:1]))
 
 
 def append_record(path: Path, events: Sequence[ServerEvent]) -> None:
@@ -121,7 +121,7 @@ def replay(
     at, starts = [0] * len(records), [0] * len(records)
     # By how often its server had begun: a push that a restart lost is made once more, of other weights.
     reads: dict[tuple[int, Push], dict[int, T]] = {}
-    made: dict[tuple[int, Push], list[T]] = {}
+    gradients: dict[tuple[int, Push], list[T]] = {}
     moving = True
     while moving:
         moving = False
@@ -134,12 +134,12 @@ def replay(
                 elif event.kind == "pull":
                     reads.setdefault(keys[0], {})[server] = copy(server)
                 elif event.kind == "apply":
-                    if any(key not in made and len(reads.get(key, {})) < len(records) for key in keys):
+                    if any(key not in gradients and len(reads.get(key, {})) < len(records) for key in keys):
                         break  # another server comes first
                     for key in keys:
-                        if key not in made:
-                            made[key] = gradient(key[1], [shard for _, shard in sorted(reads.pop(key).items())])
-                    apply(server, event.pushes, [made[key][server] for key in keys], event.scale)
+                        if key not in gradients:
+                            gradients[key] = gradient(key[1], [shard for _, shard in sorted(reads.pop(key).items())])
+                    apply(server, event.pushes, [gradients[key][server] for key in keys], event.scale)
                 at[server] += 1
                 moving = True
     left = [str(events[place]) for place, events in zip(at, records, strict=True) if place < len(events)]

@@ -310,7 +310,7 @@ class ParameterServer:
         for group in () if self._is_over else self.rule.due():
             gradients, figures = zip(*(self._gradients.pop(push) for push in group), strict=True)
             self.divergence.note(group, self.shard.weights)
-            targets = [told.targets for told in figures]
+            targets = [signal.targets for signal in figures]
             update = mean_update(self.shard, group, gradients, len(self.workers), self.scale, targets)
             self.updates += 1
             self._count(update, figures)
@@ -318,21 +318,21 @@ class ParameterServer:
         if not self._started:
             return
         for worker in [worker for worker in self._asked if self._may_answer(worker)]:
-            told = max(self._told, link.ASKED if self.asked() else link.GO_ON)
+            signal = max(self._told, link.ASKED if self.asked() else link.GO_ON)
             # Who is to end makes no gradient of what it reads, and may be ahead of the bound.
-            self._answer(worker, told, counts=told != link.STOPPED or worker == self._last)
+            self._answer(worker, signal, counts=signal != link.STOPPED or worker == self._last)
             self._is_over = self._is_over or worker == self._last
 
     def _count(self, update: MeanUpdate, figures: Sequence[link.PushFigures]) -> None:
         """Add an update to what workers are told with their next weights."""
         square = float(norms_of([update.mean]).double().square()) / update.scale**2 if self.measures else 0.0
-        losses = sum(told.loss * told.targets for told in figures)
-        squares = sum(told.norm**2 for told in figures)
-        seen = [losses, sum(told.targets for told in figures), square, 1.0, squares, len(figures)]
+        losses = sum(push.loss * push.targets for push in figures)
+        squares = sum(push.norm**2 for push in figures)
+        seen = [losses, sum(push.targets for push in figures), square, 1.0, squares, len(figures)]
         for applied in self._applied.values():
             applied += seen
 
-    def _answer(self, worker: int, told: int, *, counts: bool) -> None:
+    def _answer(self, worker: int, signal: int, *, counts: bool) -> None:
         waited_s = time.monotonic() - self._asked.pop(worker)
         self.waited_s[worker] += waited_s
         if self._copy[0] != self.updates:  # one copy for all readers of a version: it stays while it is sent
@@ -341,7 +341,7 @@ class ParameterServer:
         if counts:
             self.events.append(ServerEvent("pull", (Push(worker, clock),), self.updates))
             self.divergence.read(Push(worker, clock), self._copy[1])
-        self._reply(worker, waited_s, clock, told, *self._applied[worker].tolist())
+        self._reply(worker, waited_s, clock, signal, *self._applied[worker].tolist())
         self._applied[worker][:] = 0.0
         self._send(worker, self._copy[1], link.WEIGHTS)
         self.nbytes += self._copy[1].nbytes

@@ -77,10 +77,10 @@ class ChunkVersions:
         for value, change in zip(values, self.changes, strict=True):
             value.sub_(change, alpha=self.delay - 1)
         with torch.enable_grad():
-            made = run()
+            result = run()
         for value, old in zip(values, kept, strict=True):
             value.copy_(old)
-        return made
+        return result
 
     @torch.no_grad()
     def update(self, needed: Collection[int]) -> None:
@@ -102,7 +102,7 @@ class ChunkVersions:
         for mean_change, value, was in zip(self.changes, after, old, strict=bool(self.changes)):
             mean_change.mul_(keep).add_(value - was, alpha=1 - keep)
         self.version, self.updates = self.version + 1, self.updates + 1
-        self.stored = {version: held for version, held in self.stored.items() if self.keeps and version in needed}
+        self.stored = {version: values for version, values in self.stored.items() if self.keeps and version in needed}
         self.stored[self.version] = after
         self.most = max(self.most, len(self.stored))
 
@@ -172,10 +172,10 @@ def versioned(
 ) -> dict[int, VersionedChunk]:
     """Chunks of a rank with their versions. `move_of`: of a chunk's parameters. `warmup`: PipeMare's, in updates."""
     taus, updates = delays(program), find(program.name).updates
-    made = {}
+    chunks = {}
     for chunk, chunk_passes in passes.items():
         parameters = [value for value in modules[chunk].parameters() if value.requires_grad]
         correction = (warmup or 0) if updates and updates.is_corrected else None
         kept = ChunkVersions(parameters, move_of(parameters), program.keeps_versions, taus[chunk], correction)
-        made[chunk] = VersionedChunk(chunk_passes, kept, version_reads(program, chunk))
-    return made
+        chunks[chunk] = VersionedChunk(chunk_passes, kept, version_reads(program, chunk))
+    return chunks

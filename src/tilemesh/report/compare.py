@@ -60,9 +60,9 @@ def training_differences(
     a, b = first.tail("loss"), second.tail("loss")
     if a is not None and b is not None:
         differences.append(_difference("training loss, last steps", "nats", a, b, False))
-    held = [number(run.figure("held_out")[-1][1]) for run in (first, second) if run.figure("held_out")]
-    if len(held) == 2 and all(map(math.isfinite, held)):
-        differences.append(_difference("held-out loss, last", "nats", _once(held[0]), _once(held[1]), False))
+    losses = [number(run.figure("held_out")[-1][1]) for run in (first, second) if run.figure("held_out")]
+    if len(losses) == 2 and all(map(math.isfinite, losses)):
+        differences.append(_difference("held-out loss, last", "nats", _once(losses[0]), _once(losses[1]), False))
     return differences
 
 

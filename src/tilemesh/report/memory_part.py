@@ -33,49 +33,49 @@ def memory(run: Run, expected: Mapping[str, float]) -> Html:
     if not peaks:
         return absent("memory", "the run has no summary with peak_memory_bytes")
     bases += [0.0] * (len(peaks) - len(bases))
-    held = [_held(run, rank, peak - base) for rank, (peak, base) in enumerate(zip(peaks, bases, strict=False))]
-    guess = joined(expected, held[0], run.plan.get("precision"))
-    kinds = [*KINDS] if any(held) else []
+    by_rank = [_held(run, rank, peak - base) for rank, (peak, base) in enumerate(zip(peaks, bases, strict=False))]
+    guess = joined(expected, by_rank[0], run.plan.get("precision"))
+    kinds = [*KINDS] if any(by_rank) else []
     items = [Bar("predicted", _parts(guess), format_bytes(sum(guess.values())))] if guess else []
-    for rank, (peak, base, kept) in enumerate(zip(peaks, bases, held, strict=False)):
+    for rank, (peak, base, kept) in enumerate(zip(peaks, bases, by_rank, strict=False)):
         grown = max(0.0, peak - base)
         parts = _parts(kept) or [BarPart(grown, _UNTOLD[1], f"{_UNTOLD[0]}: {format_bytes(grown)}")]
         items.append(Bar(f"rank {rank}", parts, format_bytes(grown)))
-    shown = [kind for kind in (kinds or guess) if kind in guess or any(kind in kept for kept in held)]
-    legend = [(kind, COLOURS.get(kind, 7)) for kind in shown] + ([] if any(held) else [_UNTOLD])
+    shown = [kind for kind in (kinds or guess) if kind in guess or any(kind in kept for kept in by_rank)]
+    legend = [(kind, COLOURS.get(kind, 7)) for kind in shown] + ([] if any(by_rank) else [_UNTOLD])
     words = "What a rank took at most"
     words += (
         f", without the {format_bytes(max(bases))} its process took before there was a model." if any(bases) else "."
     )
     words += "" if guess else " There is no prediction by kind for this run."
     return figure(
-        "Memory per rank", words, bars(items, kinds=legend), _table(run, guess, held, peaks, bases), wide=True
+        "Memory per rank", words, bars(items, kinds=legend), _table(run, guess, by_rank, peaks, bases), wide=True
     )
 
 
 def _held(run: Run, rank: int, grown: float) -> BytesByKind:
     """What the run says this rank held, by kind; empty where it does not say."""
-    held: BytesByKind = {}
+    by_kind: BytesByKind = {}
     for kind, sizes in section(run.summary, "memory_bytes").items():
         size = number(sizes[rank] if isinstance(sizes, list) and rank < len(sizes) else sizes, 0.0)
         known = kind if kind in KINDS else "other"
         if 0 < size < 1e100:
-            held[known] = held.get(known, 0.0) + size
-    if held and "other" not in held and grown > sum(held.values()):
-        held["other"] = grown - sum(held.values())
-    return held
+            by_kind[known] = by_kind.get(known, 0.0) + size
+    if by_kind and "other" not in by_kind and grown > sum(by_kind.values()):
+        by_kind["other"] = grown - sum(by_kind.values())
+    return by_kind
 
 
-def joined(expected: Mapping[str, float], held: Mapping[str, float], precision: object) -> BytesByKind:
+def joined(expected: Mapping[str, float], measured: Mapping[str, float], precision: object) -> BytesByKind:
     """The prediction in the kinds that were measured; as it is where nothing was."""
     sizes = dict(expected)
     later = sizes.pop("later", 0.0)
-    if not held:
+    if not measured:
         return _less(sizes, later, ("gradients",))
     sums: BytesByKind = {}
     for kind, size in sizes.items():
         known = "activations" if kind == "working" and precision in ("bf16", "fp16") else JOINED.get(kind, kind)
-        known = known if known in held else "other"  # compiled code does not tell its activations
+        known = known if known in measured else "other"  # compiled code does not tell its activations
         sums[known] = sums.get(known, 0.0) + size
     # A run counts its gradients whole: those not there yet at the fullest moment are missing from the rest of it.
     sums = _less(sums, later, ("other", "activations", "gradients"))
@@ -100,15 +100,15 @@ def _parts(sizes: Mapping[str, float]) -> list[BarPart]:
 
 
 def _table(
-    run: Run, guess: BytesByKind, held: Sequence[BytesByKind], peaks: Sequence[float], bases: Sequence[float]
+    run: Run, guess: BytesByKind, by_rank: Sequence[BytesByKind], peaks: Sequence[float], bases: Sequence[float]
 ) -> PageTable:
-    if not any(held):
+    if not any(by_rank):
         rows: list[list[Child]] = [[f"predicted {kind}", format_bytes(size)] for kind, size in guess.items()]
         rows += [[f"rank {rank}, peak", format_bytes(peak)] for rank, peak in enumerate(peaks)]
         rows += [[f"rank {rank}, before the model", format_bytes(base)] for rank, base in enumerate(bases) if base]
         return PageTable(["what", "bytes"], rows)
-    kinds = [kind for kind in KINDS if kind in guess or any(kind in kept for kept in held)]
-    most = {kind: max(kept.get(kind, 0.0) for kept in held) for kind in kinds}
+    kinds = [kind for kind in KINDS if kind in guess or any(kind in kept for kept in by_rank)]
+    most = {kind: max(kept.get(kind, 0.0) for kept in by_rank) for kind in kinds}
     most_grown = max(peak - base for peak, base in zip(peaks, bases, strict=False))
     rows = []
     if guess:
@@ -121,7 +121,7 @@ def _table(
                 "",
             ]
         )
-    for rank, (kept, peak, base) in enumerate(zip(held, peaks, bases, strict=False)):
+    for rank, (kept, peak, base) in enumerate(zip(by_rank, peaks, bases, strict=False)):
         cells = [*(_bytes(kept.get(kind)) for kind in kinds), format_bytes(peak - base), format_bytes(base)]
         rows.append([f"rank {rank}", *cells])
     how = str(run.summary.get("memory_how") or "")

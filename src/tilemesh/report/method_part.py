@@ -57,10 +57,10 @@ def _versions(facts: Mapping[str, Any]) -> Html:
     most = max(delays, default=1.0)
     items = [
         Bar(f"stage {stage}", [BarPart(delay, stage % 8, f"{delay:.3g} updates", f"{delay:.3g}")],
-            f"{held:.0f} version{'s' * (held > 1)}")
-        for stage, (held, delay) in stages
+            f"{kept:.0f} version{'s' * (kept > 1)}")
+        for stage, (kept, delay) in stages
     ]  # fmt: skip
-    rows = [[f"stage {stage}", f"{held:.0f}", f"{delay:.3g}"] for stage, (held, delay) in stages]
+    rows = [[f"stage {stage}", f"{kept:.0f}", f"{delay:.3g}"] for stage, (kept, delay) in stages]
     words = (
         f"{facts.get('schedule')}: {number(facts.get('updates'), 0.0):.0f} updates, "
         f"{number(facts.get('updates_per_step'), 0.0):.0f} in each step. Bars: updates from a forward pass to the one "

@@ -319,7 +319,7 @@ def memory_lines(
 def _after_passes(program: StepProgram, kept: StepBytes) -> list[list[float]]:
     """The curve of each stage before its first action and after each of its passes, moves to the host in between."""
     return [
-        [curve[0], *(held for held, action in zip(curve[1:], actions, strict=True) if action.kind in COMPUTE)]
+        [curve[0], *(alive for alive, action in zip(curve[1:], actions, strict=True) if action.kind in COMPUTE)]
         for curve, actions in zip(memory_curve(program, kept), program.actions, strict=True)
     ]
 

@@ -39,12 +39,12 @@ def draw_rounds(schedule: Schedule) -> Html:
     # The first rounds may only set things up: the slider starts where ranks talk to each other.
     first = next((i for i, done in enumerate(rounds) if any(move.kind == "recv" for _, move in done)), 0)
     name = f"rounds-{schedule.collective}-{schedule.algorithm}-{schedule.ranks}"
-    held: list[Buffers | None] = [None] * len(rounds)
+    buffers_by_round: list[Buffers | None] = [None] * len(rounds)
     if schedule.ranks <= MOST_BUFFERS and schedule.chunks <= MOST_CHUNKS:
-        held = list(islice(contents(schedule), len(rounds)))
+        buffers_by_round = list(islice(contents(schedule), len(rounds)))
     panels = [
         el("div", _round(schedule, done, buffers), class_="round", data_words=_round_words(number, len(rounds), done))
-        for number, (done, buffers) in enumerate(zip(rounds, held, strict=True))
+        for number, (done, buffers) in enumerate(zip(rounds, buffers_by_round, strict=True))
     ]
     if not panels:
         return el("p", f"{schedule_title(schedule)}: nothing to do.")

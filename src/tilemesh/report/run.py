@@ -143,13 +143,13 @@ def read(folder: str | Path, *, now: float | None = None) -> Run:
     """The run in a folder, whatever its state; see `read_contents` for what is refused."""
     contents = read_contents(folder)
     now = time.time() if now is None else now
-    told, missing, timeline = contents.told, dict(contents.missing), None
+    journal, missing, timeline = contents.told, dict(contents.missing), None
     if contents.trace is not None:
         try:
             timeline = spans.with_steps(contents.trace)
         except Unread as why:
             missing[TRACE] = str(why)
-    steps = [told.steps[step] for step in sorted(told.steps)]
+    steps = [journal.steps[step] for step in sorted(journal.steps)]
     run = Run(
         name=Path(folder).resolve().name,
         folder=str(folder),
@@ -157,8 +157,8 @@ def read(folder: str | Path, *, now: float | None = None) -> Run:
         kind=contents.kind,
         config=contents.config,
         steps=steps,
-        clock=told.clock,
-        events=sorted(told.events, key=lambda event: event.step),
+        clock=journal.clock,
+        events=sorted(journal.events, key=lambda event: event.step),
         summary=contents.summary,
         predicted=contents.predicted,
         environment=contents.environment,
@@ -168,10 +168,10 @@ def read(folder: str | Path, *, now: float | None = None) -> Run:
         rows=contents.rows,
         missing=missing,
         absent=contents.absent,
-        ending=told.ending,
+        ending=journal.ending,
         silent_s=None if contents.written_at is None else now - contents.written_at,
         is_unread=contents.is_unread,
-        is_behind=_is_behind(contents.summary, steps, told.resumed_at, contents.summed_at),
+        is_behind=_is_behind(contents.summary, steps, journal.resumed_at, contents.summed_at),
     )
     return _settled(run)
 

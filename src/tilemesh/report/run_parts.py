@@ -115,11 +115,11 @@ MEMORY = StepFigure(
 )
 
 
-def step_figure(run: Run, figure: StepFigure, held: str = "") -> Html:
-    """A figure against the step, and what of it is no number at the top. `held`: a figure that only some steps have,
+def step_figure(run: Run, figure: StepFigure, sparse: str = "") -> Html:
+    """A figure against the step, and what of it is no number at the top. `sparse`: a figure that only some steps have,
     such as the held-out loss, drawn with it."""
     points = run.figure(figure.key)
-    others = [(step, value) for step, value in run.figure(held) if math.isfinite(value)]
+    others = [(step, value) for step, value in run.figure(sparse) if math.isfinite(value)]
     buckets = series.buckets(points)
     values = [*series.ends(buckets), *(value for _, value in others)]
     if not values:

@@ -69,9 +69,9 @@ def _facts(run: Run, beside: Beside) -> list[Fact]:
         planned = f" of {run.planned_steps:,}" if run.planned_steps else ""
         shown = f"{losses[-1]:.4g}" if math.isfinite(losses[-1]) else "not a number"
         facts.append(Fact("training loss", shown, f"step {run.last_step:,}{planned}"))
-    held = run.figure("held_out")
-    if held:
-        facts.append(Fact("held-out loss", f"{held[-1][1]:.4g}", f"step {held[-1][0]:,}"))
+    held_out = run.figure("held_out")
+    if held_out:
+        facts.append(Fact("held-out loss", f"{held_out[-1][1]:.4g}", f"step {held_out[-1][0]:,}"))
     speed, of_what = _speed(run, beside)
     if speed is not None:
         facts.append(Fact("tokens/s", format_count(speed.median), of_what))

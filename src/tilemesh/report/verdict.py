@@ -72,8 +72,8 @@ def improve(run: Run, of_limit: float | None) -> str:
     )
 
 
-def _finite(told: Mapping[str, object]) -> dict[str, float]:
-    return {name: value for name, figure in told.items() if math.isfinite(value := number(figure))}
+def _finite(figures: Mapping[str, object]) -> dict[str, float]:
+    return {name: value for name, figure in figures.items() if math.isfinite(value := number(figure))}
 
 
 def judge(run: Run, of_limit: float | None, why_no_limit: str = "", advice: str = "") -> Verdict:

@@ -52,10 +52,10 @@ class Journal:
         """A run that was killed may have left half a line: what follows must not be joined to it."""
         path = self.folder / METRICS
         try:
-            whole = path.read_bytes()[-1:] in (b"", b"\n")
+            is_whole = path.read_bytes()[-1:] in (b"", b"\n")
         except OSError:
             return
-        if not whole:
+        if not is_whole:
             self._try(METRICS, lambda: self._append("\n"))
 
     def _try(self, name: str, write: Callable[[], None]) -> None:

@@ -110,11 +110,11 @@ def parts_of(name: str, mine: Shard, local: Tensor) -> list[Part]:
     """The boxes of a local tensor that this rank is the one to write; `name` may differ from the parameter's."""
     if not mine.writes:
         return []
-    made = []
+    parts = []
     for number, (here, there) in enumerate(mine.boxes):
         key = name if len(mine.boxes) == 1 else f"{name}#{number}"
-        made.append(Part(name, key, there.begin, mine.whole, local.detach()[here.slices]))
-    return made
+        parts.append(Part(name, key, there.begin, mine.whole, local.detach()[here.slices]))
+    return parts
 
 
 def snapshot(parts: Iterable[Part]) -> list[tuple[Part, Tensor]]:

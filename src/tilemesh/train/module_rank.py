@@ -206,8 +206,8 @@ class ModuleBatches(Source):
         return [Microbatch(_on(call, self.device).tensors, 0)]
 
     def held_out(self) -> Iterator[Microbatch]:
-        for given in self.lessons.program.held_out:
-            yield Microbatch(_on(ModuleCall.example(given), self.device).tensors, 0)
+        for example in self.lessons.program.held_out:
+            yield Microbatch(_on(ModuleCall.example(example), self.device).tensors, 0)
 
     def held_out_bytes_per_token(self) -> None:
         return None

@@ -82,8 +82,8 @@ class StagedCall(nn.Module):
         """Of all parameters, as pins say it (a collective call)."""
         own = {name: cut_words(self.shards[name]) for name, _ in self.named_parameters()}
         per_stage = self.mesh.comm.size // self.plan.pp
-        told = [tell(self.mesh.comm, json.dumps(own), at * per_stage) for at in range(self.plan.pp)]
-        return {name: words for text in told for name, words in json.loads(text).items()}
+        texts = [tell(self.mesh.comm, json.dumps(own), at * per_stage) for at in range(self.plan.pp)]
+        return {name: words for text in texts for name, words in json.loads(text).items()}
 
     def figures(self, cost: MeshCost) -> tuple[float, float]:
         """Seconds of a step but for its update, and bytes that a rank sends within its stage (a collective call): all
@@ -105,8 +105,8 @@ def _pins(piece: Chained, pins: Mapping[str, str], is_last: bool, inputs: int) -
 def by_place(pins: Mapping[str, str], names: Sequence[str], row: Chained) -> dict[str, str]:
     """Pins with inputs by their places, each of which names something."""
     places = {name: f"input{at}" for at, name in enumerate(names)}
-    found = {places.get(name, name): pin for name, pin in pins.items()}
-    known = _pins(row, found, True, len(names))
-    if unknown := [name for name in found if name not in known]:
+    by_place_name = {places.get(name, name): pin for name, pin in pins.items()}
+    known = _pins(row, by_place_name, True, len(names))
+    if unknown := [name for name in by_place_name if name not in known]:
         raise UsageError(f"no tensor is called {unknown[0]}: expected a name such as chunks.0.weight or {names[0]}")
-    return found
+    return by_place_name

@@ -95,9 +95,9 @@ def _cluster(text: str, device: str) -> tuple[Cluster, Rates | None]:
     cluster, gpus = parse_cluster(text), usable_gpus()
     here = device_for(gpus[0]) if gpus and device != "cpu" else None
     if here is None or here.name != cluster.device.name:
-        found = f"a {here.name}" if here is not None else "no GPU"
+        gpu = f"a {here.name}" if here is not None else "no GPU"
         raise UsageError(
-            f"--one-rank-of {text} needs a {cluster.device.name} here and there is {found}: name a cluster of the "
+            f"--one-rank-of {text} needs a {cluster.device.name} here and there is {gpu}: name a cluster of the "
             "device at hand, such as 4xlocal-cpu"
         )
     try:

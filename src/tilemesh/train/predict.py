@@ -89,13 +89,13 @@ def best_layout(config: TrainConfig, gpus: Sequence[str]) -> tuple[ParallelPlan,
     """Of as many ranks on this machine the layout that is predicted to be quickest, its step time, and that of the
     run's own. UsageError or RunError where the planner cannot."""
     cluster, rates = _clusters(config, gpus, bool(gpus) and config.train.device != "cpu")[0]
-    asked = estimator(config, cluster, rates)
+    own = estimator(config, cluster, rates)
     best = search(
-        config.model, cluster, batch=config.batch, context=config.context, shown=1, rates=rates, code=asked.code,
-        pins=Pins(precision=config.plan.precision, attention=config.plan.attention), imbalance=asked.imbalance,
+        config.model, cluster, batch=config.batch, context=config.context, shown=1, rates=rates, code=own.code,
+        pins=Pins(precision=config.plan.precision, attention=config.plan.attention), imbalance=own.imbalance,
         accepts=lambda plan: not list(refusals(OF_CONFIG, dataclasses.replace(config, plan=plan))),
     ).best.settled_plan  # fmt: skip
-    then_s, now_s = (asked.predict(plan).step_time_s for plan in (best, settled(config.plan, config.model.layers)))
+    then_s, now_s = (own.predict(plan).step_time_s for plan in (best, settled(config.plan, config.model.layers)))
     return best, then_s, now_s
 
 

@@ -239,10 +239,10 @@ def least_bytes(model: ModelConfig, plan: ParallelPlan, adapters: int = 0, share
     over weights that take this `share` of the bytes of dense ones.
     """
     layers = plan.chunk_layers[0] if plan.chunk_layers else -(-model.layers // plan.pp)
-    held = shard_parameters(model, plan.tp, plan.ep, plan.expert_tp).held(
+    parameters = shard_parameters(model, plan.tp, plan.ep, plan.expert_tp).held(
         layers, True, plan.pp == 1, *model.dense_of((layers,))
     )
-    states = rank_state_bytes(plan, held)
+    states = rank_state_bytes(plan, parameters)
     if not adapters:
         return sum(states)
     own = -(-adapters // (plan.tp * plan.pp))

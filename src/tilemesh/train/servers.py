@@ -154,11 +154,11 @@ class ServerOptimizer(Optimizer):
         self._has_masters = config.plan.precision in MASTERED
         self._is_copy = self.replica.size > 1 or isinstance(laid, Pipeline) or self._has_masters
         """Whether what servers have is here besides what is trained: of a mesh, of weights elsewhere or of 16 bits."""
-        held = self._whole() if self._is_copy else self._own if self.is_first else {}
+        parameters = self._whole() if self._is_copy else self._own if self.is_first else {}
         if self.is_first:
-            self.vectors = FlatWeights(held, config.method.servers)
+            self.vectors = FlatWeights(parameters, config.method.servers)
             self.link = ServerLink(seat.everyone, seat.servers, self.vectors.cuts)
-        super().__init__(config.optimizer, held, as_server(config).plan.precision)
+        super().__init__(config.optimizer, parameters, as_server(config).plan.precision)
         self.clock, self.last, self.recorder, self.waits = 0, last, recorder, seat.number == 0
         """`waits`: with its last pull a worker waits for all others, so that what is saved then is what all did."""
         self.asked: Callable[[], bool] = lambda: False
@@ -198,19 +198,19 @@ class ServerOptimizer(Optimizer):
 
     def step(self, rate: float | Tensor, divisor: Tensor | None = None) -> None:
         gradients = self._gradients()
-        asked = bool(self.replica.max_over_ranks([float(self.asked())])[0])
+        is_asked = bool(self.replica.max_over_ranks([float(self.asked())])[0])
         if self.is_first:
             pushed = torch.cat([gradients[name].reshape(-1).to(self._wide) for name in self.stepped])
-            self._exchange(pushed if divisor is None else pushed.div_(divisor), asked)
+            self._exchange(pushed if divisor is None else pushed.div_(divisor), is_asked)
         self._hand_out()
 
-    def _exchange(self, gradient: Tensor, asked: bool) -> None:
+    def _exchange(self, gradient: Tensor, is_asked: bool) -> None:
         began_s, nbytes = time.perf_counter(), self.vectors.flat.nbytes
         self.link.push(gradient, self.clock, self._figures)
         self.recorder.message(SERVERS_AXIS, "push", nbytes, began_s)
         is_last = self.waits and self.clock + 1 >= self.last
         began_s, held_s = time.perf_counter(), self.link.held_s
-        self.clock = self.link.pull(self.vectors.flat, last=is_last, asked=asked)
+        self.clock = self.link.pull(self.vectors.flat, last=is_last, asked=is_asked)
         if self.waits and not is_last and self.clock >= self.last:  # it was given up, and others went on to the end
             self.clock = self.link.pull(self.vectors.flat, last=True)
         self.recorder.message(SERVERS_AXIS, "pull", nbytes, began_s)
@@ -235,13 +235,13 @@ class ServerOptimizer(Optimizer):
     @torch.no_grad()
     def _hand_out(self) -> None:
         """To all ranks of this replica: the clock, what servers said, and the weights that the first one has."""
-        told = [self.clock, self.link.told == ASKED, self.link.told == STOPPED] if self.is_first else [0] * 3
-        clock, is_asked, is_stopped = self.replica.broadcast(np.array(told, np.int64)).tolist()
+        state = [self.clock, self.link.told == ASKED, self.link.told == STOPPED] if self.is_first else [0] * 3
+        clock, is_asked, is_stopped = self.replica.broadcast(np.array(state, np.int64)).tolist()
         self.clock, self.is_asked_to_stop, self.is_stopped = clock, bool(is_asked), bool(is_stopped)
         if self._is_copy:
-            for name, whole in handed_around(self.replica, self.stepped, 0):
+            for name, value in handed_around(self.replica, self.stepped, 0):
                 if name in self._own:
-                    self._own[name].tensor.copy_(take(self._own[name].shard, whole))
+                    self._own[name].tensor.copy_(take(self._own[name].shard, value))
 
     def reached(self, step: int) -> int:
         return self.clock
@@ -274,8 +274,8 @@ class ServerOptimizer(Optimizer):
         if not self.is_first:
             return {}
         servers = self.link.figures()
-        told = [rank for server in servers for _, worker in server.pop("told") for rank in worker["ranks"]]
-        others = [*told, *(self._of_server(number, server) for number, server in enumerate(servers))]
+        ranks_told = [rank for server in servers for _, worker in server.pop("told") for rank in worker["ranks"]]
+        others = [*ranks_told, *(self._of_server(number, server) for number, server in enumerate(servers))]
         return {"servers": servers, "pulling_s": self.link.waited_s, "others": others}
 
     def _of_server(self, number: int, server: dict[str, Any]) -> dict[str, Any]:
@@ -331,9 +331,9 @@ class Seat:
 
     def replica(self) -> Communicator:
         """The ranks of this worker, or this server alone. A collective call of all."""
-        made = self.everyone.split(self.everyone.size + self.everyone.rank if self.number is None else self.number)
-        assert made is not None
-        return made
+        group = self.everyone.split(self.everyone.size + self.everyone.rank if self.number is None else self.number)
+        assert group is not None
+        return group
 
 
 def work(seat: Seat, stepper: Stepper, interrupt: Interrupt, baseline: int) -> None:
@@ -374,12 +374,13 @@ def work(seat: Seat, stepper: Stepper, interrupt: Interrupt, baseline: int) -> N
     stepper.close()
 
 
-def server_shard(config: TrainConfig, held: Mapping[str, Held], number: int) -> OptimizedShard:
+def server_shard(config: TrainConfig, parameters: Mapping[str, Held], number: int) -> OptimizedShard:
     """What the server of this number holds of a model's parameters, in memory of its own."""
-    part = server_cuts([mine.tensor.numel() for mine in held.values()], config.method.servers)[number]
-    names = list(held)[part.start : part.stop]
+    part = server_cuts([mine.tensor.numel() for mine in parameters.values()], config.method.servers)[number]
+    names = list(parameters)[part.start : part.stop]
     return OptimizedShard(
-        config, {name: Held(nn.Parameter(held[name].tensor.detach().clone()), held[name].shard) for name in names}
+        config,
+        {name: Held(nn.Parameter(parameters[name].tensor.detach().clone()), parameters[name].shard) for name in names},
     )
 
 
@@ -393,7 +394,7 @@ def is_bsp(config: TrainConfig) -> bool:
     return bound_of(config.method.consistency, config.method.staleness) == 0
 
 
-def run_server(seat: Seat, held: Mapping[str, Held], folder: Path, interrupt: Interrupt, baseline: int) -> None:
+def run_server(seat: Seat, parameters: Mapping[str, Held], folder: Path, interrupt: Interrupt, baseline: int) -> None:
     """As a server: hold this rank's part of the parameters until all workers have ended, and write what it did."""
     config, comm, method = seat.config, seat.everyone, seat.config.method
     number, bound = seat.servers.index(comm.rank), bound_of(method.consistency, method.staleness)
@@ -410,7 +411,7 @@ def run_server(seat: Seat, held: Mapping[str, Held], folder: Path, interrupt: In
     def clipped(mean: Tensor) -> float:
         return clip_factor(norm(mean), config.optimizer.clip)
 
-    shard, silence_s = server_shard(config, held, number), config.train.timeout_s / 2
+    shard, silence_s = server_shard(config, parameters, number), config.train.timeout_s / 2
     server = ParameterServer(
         comm, seat.workers, shard, bound, method.batch, started=False, silence_s=silence_s, keeper=0,
         asked=lambda: interrupt.asked, scale=clipped if clips_mean(config) else 1.0, measures=bound == 0,

@@ -155,7 +155,7 @@ def _inputs(model: Transformer, tokens: Tensor, names: Iterable[str]) -> dict[st
     inputs: dict[str, list[Tensor]] = {name: [] for name in names}
     hooks = [
         model.get_submodule(name).register_forward_pre_hook(
-            lambda module, given, name=name: inputs[name].append(given[0].detach().flatten(0, -2))
+            lambda module, arguments, name=name: inputs[name].append(arguments[0].detach().flatten(0, -2))
         )
         for name in inputs
     ]

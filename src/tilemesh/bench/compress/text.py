@@ -64,10 +64,10 @@ class CompressSource:
                 f"{calibrate} sequences of {context} tokens to calibrate with, and the text has {len(mixture)}: "
                 f"expected at least {LEAST_TOKENS} tokens; {what}"
             )
-        held = held_out_samples(corpus, context, "stream", held_out + MOST_UNSEEN)
-        if not held:
+        samples = held_out_samples(corpus, context, "stream", held_out + MOST_UNSEEN)
+        if not samples:
             raise UsageError(f"the text of {self.data.source} has nothing held out: set --data to a longer text")
-        unseen = held[held_out:]
+        unseen = samples[held_out:]
         if len(unseen) >= calibrate:
             order = np.random.default_rng(seed).permutation(len(unseen))[:calibrate]
             chosen = [unseen[place] for place in order]
@@ -76,7 +76,7 @@ class CompressSource:
         is_guess = isinstance(corpus.tokenizer, Bytes) and not (self.folder / TOKENIZER).is_file()
         if is_guess and self.model.config.vocabulary > corpus.tokenizer.vocabulary:
             say(f"{self.name} has no {TOKENIZER}: text is read as bytes, which says little of a model of other tokens")
-        tokens, targets = (torch.from_numpy(np.stack(part)) for part in zip(*held[:held_out], strict=True))
+        tokens, targets = (torch.from_numpy(np.stack(part)) for part in zip(*samples[:held_out], strict=True))
         return _joined(chosen), tokens.long(), targets.long()
 
 

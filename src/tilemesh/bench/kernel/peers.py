@@ -50,7 +50,7 @@ def _liger(call: Callable[..., Any]) -> OtherPeer:
         functions = importlib.import_module("liger_kernel.ops")
     except Exception as error:  # its import probes devices, drivers and other packages
         return OtherPeer(None, f"Liger-Kernel cannot be imported: {type(error).__name__}: {str(error).splitlines()[0]}")
-    return OtherPeer(lambda *given: call(functions, *given))
+    return OtherPeer(lambda *arguments: call(functions, *arguments))
 
 
 # With `gemma`, an RMSNorm computes in float32 throughout, as torch's and ours do.

@@ -245,15 +245,15 @@ def packed_rows(bench: FeatureBench) -> list[Row]:
 
 def adapter_rows(bench: FeatureBench) -> list[Row]:
     """Eight adapters in one batch beside none: 16 requests, prompts new in every turn."""
-    config, count, output, held, rank = bench.served.model.config, 16, 32, 8, 8
+    config, count, output, adapters, rank = bench.served.model.config, 16, 32, 8, 8
     prompts, lora = Lengths(16, min(128, config.context - output)), LoraConfig(rank=rank)
     with contextlib.ExitStack() as closing:
         folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="tilemesh-adapters-")))
         calls: dict[str, Callable[[], float]] = {}
         for way in ("without", "adapters"):
-            slots = {"adapters": held, "adapter_rank": rank} if way == "adapters" else {}
+            slots = {"adapters": adapters, "adapter_rank": rank} if way == "adapters" else {}
             engine = closing.enter_context(bench.make(bench.random(), pages=400, running=count, **slots))
-            for number in range(held if slots else 0):
+            for number in range(adapters if slots else 0):
                 _write_adapter(folder / str(number), config, lora, number)
                 engine.load_adapter(str(number), folder / str(number))
             seeds = itertools.count()
@@ -269,9 +269,9 @@ def adapter_rows(bench: FeatureBench) -> list[Row]:
 
             calls[way] = tokens_per_s
         taken = _in_turns(calls, 4)
-    case: dict[str, CaseValue] = {"requests": count, "adapters": held, "rank": rank}
+    case: dict[str, CaseValue] = {"requests": count, "adapters": adapters, "rank": rank}
     parameters = sum(outputs * inputs for outputs, inputs in matrix_shapes(config).values())
-    expected = taken["without"].median / (1 + held * adapter_parameters(config, lora) / parameters)
+    expected = taken["without"].median / (1 + adapters * adapter_parameters(config, lora) / parameters)
     guess = Estimate(expected, "products of all adapters' columns with every token")
     return [bench.row("adapters", case, taken["adapters"], guess, "tokens/s", without=taken["without"])]
 

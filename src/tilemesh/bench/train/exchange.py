@@ -27,11 +27,11 @@ def config_of(name: str) -> ModelConfig:
     return _MODELS[name] if name in _MODELS else preset(name)
 
 
-def exchange_rows(ranks: int, transport: str, **given: Any) -> list[Row]:
-    """Rows of `given` (model, rows, tokens, bucket_bytes, algorithm, repeats) on so many ranks."""
+def exchange_rows(ranks: int, transport: str, **settings: Any) -> list[Row]:
+    """Rows of `settings` (model, rows, tokens, bucket_bytes, algorithm, repeats) on so many ranks."""
     taken = call(
         "tilemesh.bench.train.exchange_rank:on_a_rank", ranks, transport=transport,
-        sink=lambda rank, stream, line: print(f"[{rank}] {line.decode(errors='replace')}", file=sys.stderr), **given,
+        sink=lambda rank, stream, line: print(f"[{rank}] {line.decode(errors='replace')}", file=sys.stderr), **settings,
     )  # fmt: skip
     return rows_of(taken[0], ranks)
 

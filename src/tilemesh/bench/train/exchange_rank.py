@@ -34,13 +34,13 @@ from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Mesh
 
 
-def on_a_rank(model: str, **given: Any) -> dict[str, Any]:
+def on_a_rank(model: str, **settings: Any) -> dict[str, Any]:
     """What a rank measured: every rank has the same, of the slowest one at each turn."""
     config, comm = config_of(model), connect()
-    samples = measure(comm, config, **given)
+    samples = measure(comm, config, **settings)
     case = {
-        "transport": comm.backend, "parameters": count_parameters(config).total, "rows": given["rows"],
-        "tokens": given["tokens"], "bucket_bytes": given["bucket_bytes"], "algorithm": given["algorithm"],
+        "transport": comm.backend, "parameters": count_parameters(config).total, "rows": settings["rows"],
+        "tokens": settings["tokens"], "bucket_bytes": settings["bucket_bytes"], "algorithm": settings["algorithm"],
     }  # fmt: skip
     return {"case": case, "samples": {name: asdict(sample) for name, sample in samples.items()}}
 

@@ -238,7 +238,7 @@ class Communicator(Inspected):
             out_array(out, mine, like)
             return Call("scatter", like, mine, check.elements(lengths, shape, along), root=root, axis=along, out=out)
 
-        def told() -> str:
+        def announcement() -> str:
             """What the root tells the others: kind, dtype and shape; or what is wrong, for all of them to raise."""
             try:
                 shape, like = described(x)
@@ -248,7 +248,7 @@ class Communicator(Inspected):
             kind = "numpy" if like.device is None else "cuda" if like.is_cuda else "cpu"
             return f"{kind} {like.dtype} {','.join(map(str, shape))}"
 
-        def made(text: str) -> Made:
+        def prepare(text: str) -> Made:
             kind, rest = text.split(" ", 1)
             if kind == "refused":
                 raise UsageError(f"scatter from rank {root}: {rest}")
@@ -262,7 +262,7 @@ class Communicator(Inspected):
             except UsageError as error:  # an `out` that does not fit: the others are on their way, so take part first
                 return prepared(shape, like, None), None, error
 
-        return self._caller.scatter(told, made, Scatter(root, axis, parts, algorithm, wait))
+        return self._caller.scatter(announcement, prepare, Scatter(root, axis, parts, algorithm, wait))
 
     def all_to_all(
         self,

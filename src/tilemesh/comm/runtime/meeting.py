@@ -102,5 +102,5 @@ def _say(reason: str) -> None:
 
 
 if __name__ == "__main__":
-    given = sys.argv[1:]
-    _guard(int(given[0]), int(given[1]), Path(given[2]) if given[2] else None, float(given[3]), int(given[4]))
+    words = sys.argv[1:]
+    _guard(int(words[0]), int(words[1]), Path(words[2]) if words[2] else None, float(words[3]), int(words[4]))

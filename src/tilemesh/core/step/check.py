@@ -122,7 +122,7 @@ class _RankState:
         """Activations: whole, input (to be computed again), for W; "out " before it while they are on the host."""
         actions = program.actions[rank]
         self.cut = {action.chunk for action in actions if action.kind == "GATHER"}
-        self.whole: set[int] = set()
+        self.gathered: set[int] = set()
         first = {(action.of, action.chunk): action.kind for action in reversed(actions) if action.kind in ("OUT", "IN")}
         self.out = {key for key, kind in first.items() if kind == "IN"}
         self.began_out = set(self.out)
@@ -160,13 +160,13 @@ class _RankState:
                     raise self.fail(action, "has it already")
                 self.here.add(event)
             case "GATHER" | "FREE":
-                if (action.chunk in self.whole) == (action.kind == "GATHER"):
+                if (action.chunk in self.gathered) == (action.kind == "GATHER"):
                     raise self.fail(
                         action, "the weights are whole already" if action.kind == "GATHER" else "none are gathered"
                     )
                 if action.kind == "GATHER" and ("weights", action.chunk) in self.out:
                     raise self.fail(action, "its part of the weights is on the host")
-                (self.whole.add if action.kind == "GATHER" else self.whole.remove)(action.chunk)
+                (self.gathered.add if action.kind == "GATHER" else self.gathered.remove)(action.chunk)
             case "REDUCE":
                 if not self.unsummed[action.chunk]:
                     raise self.fail(action, "there is no gradient to sum since the last time")
@@ -199,13 +199,13 @@ class _RankState:
 
     def require_weights(self, part: Action) -> None:
         chunk = part.chunk
-        if chunk in self.cut and chunk not in self.whole:
+        if chunk in self.cut and chunk not in self.gathered:
             raise self.fail(part, "the weights are not gathered")
         if ("weights", chunk) in self.out:
             raise self.fail(part, "the weights are on the host")
         if part.version not in self.versions[chunk]:
-            held = ", ".join(map(str, self.versions[chunk]))
-            raise self.fail(part, f"reads version {part.version} of the weights, held are {held}")
+            versions = ", ".join(map(str, self.versions[chunk]))
+            raise self.fail(part, f"reads version {part.version} of the weights, held are {versions}")
 
     def expect(self, action: Action, place: Place, state: str, words: str) -> None:
         if self.kept.get(place) != state:
@@ -225,7 +225,7 @@ class _RankState:
         (self.out.add if is_out else self.out.remove)(key)
 
     def update(self, action: Action) -> None:
-        chunk, held = action.chunk, self.versions[action.chunk]
+        chunk, versions = action.chunk, self.versions[action.chunk]
         if {("states", chunk), ("weights", chunk)} & self.out:
             raise self.fail(action, "the optimizer states or weights are on the host")
         must_sum = self.sums[chunk] or len(self.program.placement.holders[chunk]) > 1
@@ -233,16 +233,16 @@ class _RankState:
             raise self.fail(action, "gradients have not been summed by a REDUCE since")
         if not must_sum and not self.unsummed[chunk]:
             raise self.fail(action, "there is no gradient since the last time")
-        if action.version != held[-1] + 1:
-            raise self.fail(action, f"makes version {action.version} of the weights, expected {held[-1] + 1}")
+        if action.version != versions[-1] + 1:
+            raise self.fail(action, f"makes version {action.version} of the weights, expected {versions[-1] + 1}")
         self.unsummed[chunk] = self.sums[chunk] = 0
-        self.versions[chunk] = [*held, action.version][-self.program.versions :]
+        self.versions[chunk] = [*versions, action.version][-self.program.versions :]
 
     def finish(self) -> None:
         """Nothing may be left over."""
         left: dict[str, Sequence[object]] = {
             "activations": sorted(self.kept),
-            "gathered weights": sorted(self.whole),
+            "gathered weights": sorted(self.gathered),
             "data on the host or off it": sorted(self.out ^ self.began_out),
         }
         for words, values in left.items():
@@ -327,10 +327,10 @@ class _StepProof:
         if "UPDATE" not in self.program.kinds:
             return
         for chunk, holders in enumerate(self.program.placement.holders):
-            made = {holder: self.states[holder].versions[chunk][-1] for holder in holders}
-            if len(set(made.values())) > 1 or not min(made.values()):
-                rank = min(made, key=lambda holder: made[holder])
+            newest = {holder: self.states[holder].versions[chunk][-1] for holder in holders}
+            if len(set(newest.values())) > 1 or not min(newest.values()):
+                rank = min(newest, key=lambda holder: newest[holder])
                 raise BrokenStepError(
-                    f"{self.program.name}: rank {rank} ends with version {made[rank]} of chunk {chunk}: others were "
+                    f"{self.program.name}: rank {rank} ends with version {newest[rank]} of chunk {chunk}: others were "
                     "updated, expected an UPDATE of it"
                 )

@@ -32,16 +32,16 @@ Curve = Sequence[tuple[float, float]]
 
 
 def curves(
-    program: StepProgram, timeline: Timeline, held: Sequence[Sequence[float]]
+    program: StepProgram, timeline: Timeline, memory: Sequence[Sequence[float]]
 ) -> list[list[tuple[float, float]]]:
     """`memory_curve` over time: what computing makes and gives back counts from its end, the rest from its start."""
     of_ranks = []
     for rank in range(program.ranks):
         mine = sorted((slot for slot in timeline.slots if slot.rank == rank), key=lambda slot: slot.place)
-        points, now = [(0.0, held[rank][0])], 0.0
+        points, now = [(0.0, memory[rank][0])], 0.0
         for slot in mine:
             now = max(now, slot.end_s if slot.action.kind in COMPUTE else slot.start_s)
-            points.append((now, held[rank][slot.place + 1]))
+            points.append((now, memory[rank][slot.place + 1]))
         of_ranks.append(points)
     return of_ranks
 
@@ -74,8 +74,8 @@ def text(program: StepProgram, timeline: Timeline, memory: Sequence[Curve] = (),
         if timeline.exchanges:
             lines.append(f"experts |{_exchange_cells(timeline, rank, per_column, len(cells))}|")
         if memory:
-            held = [_at(memory[rank], column * per_column, (column + 1) * per_column) for column in range(len(cells))]
-            lines.append(f" memory |{bars(held, most)}|{peaks[rank]}")
+            levels = [_at(memory[rank], column * per_column, (column + 1) * per_column) for column in range(len(cells))]
+            lines.append(f" memory |{bars(levels, most)}|{peaks[rank]}")
     legends = [LEGEND, *([EXCHANGES] if timeline.exchanges else [])]
     return "\n".join([*lines, *(textwrap.fill(legend, columns) for legend in legends)])
 

@@ -27,7 +27,7 @@ def fill(program: StepProgram, times: StepTimes, most_held: Sequence[int], patie
     orders = [deque(zip(*pair, strict=True)) for pair in zip(program.actions, numbered.lists, strict=True)]
     pending: list[deque[Action]] = [deque() for _ in orders]
     lists: list[list[Action]] = [[] for _ in orders]
-    held = [0] * program.ranks
+    kept = [0] * program.ranks
     ends: list[float | None] = [None] * numbered.events
     sleeping: dict[int, list[tuple[float, int]]] = {}
     turns = [(0.0, rank) for rank in range(program.ranks)]
@@ -38,13 +38,13 @@ def fill(program: StepProgram, times: StepTimes, most_held: Sequence[int], patie
             continue
         action, timed = orders[rank][0]
         came, missing = _arrival(timed, ends, times.transfer_s)
-        late = bool(pending[rank]) and action.kind == "F" and held[rank] >= most_held[rank]
+        late = bool(pending[rank]) and action.kind == "F" and kept[rank] >= most_held[rank]
         waits = came > now if missing is None else True
         if pending[rank] and (late or waits):
             took = times.weight_s[pending[rank][0].chunk]
             if late or missing is not None or came - now >= patience * took:
                 lists[rank].append(pending[rank].popleft())
-                held[rank] -= 1
+                kept[rank] -= 1
                 heapq.heappush(turns, (now + took, rank))
                 continue
         if missing is not None:
@@ -55,10 +55,10 @@ def fill(program: StepProgram, times: StepTimes, most_held: Sequence[int], patie
             continue
         orders[rank].popleft()
         lists[rank].append(action)
-        (event,) = timed.made
+        (event,) = timed.raised
         ends[event] = end = now + costs_s[timed.cost]
         if action.kind == "F":
-            held[rank] += 1
+            kept[rank] += 1
         else:
             pending[rank].append(action._replace(kind="W"))
         heapq.heappush(turns, (end, rank))

@@ -63,13 +63,13 @@ class _RankMoments(dict[tuple[int, ...], tuple[Moment, ...]]):
 
     def __init__(self, schedule: PipelineSchedule, shape: PipeShape) -> None:
         super().__init__()
-        self.held = schedule.placement(shape.stages, shape.interleave).held
+        self.chunks_by_rank = schedule.placement(shape.stages, shape.interleave).held
         self.lists: list[Iterable[Action]] = list(schedule.checked_lists(shape))
 
     def __missing__(self, ranks: tuple[int, ...]) -> tuple[Moment, ...]:
         first = ranks[0]
         if len(ranks) == 1:
-            moments, self.lists[first] = fullest_moments(self.lists[first], self.held[first]), ()
+            moments, self.lists[first] = fullest_moments(self.lists[first], self.chunks_by_rank[first]), ()
         else:
             moments = largest_moments({moment for rank in ranks for moment in self[rank,]})
         self[ranks] = moments
@@ -133,24 +133,24 @@ def simulated_s(name: str, stages: int, microbatches: int, interleave: int, time
     def total_s(count: int) -> float:
         return simulate(_built(name, stages, count, interleave), times).total_s
 
-    schedule, whole = find(name), _SETTLED_ROUNDS * stages + microbatches % stages
-    if microbatches <= whole + stages or schedule.why_not(stages, whole) is not None:
+    schedule, simulated = find(name), _SETTLED_ROUNDS * stages + microbatches % stages
+    if microbatches <= simulated + stages or schedule.why_not(stages, simulated) is not None:
         return total_s(microbatches)
     even = all(len({*taken}) == 1 for taken in (times.forward_s, times.input_s, times.weight_s))
     even = even and schedule.bubble is not None
-    walked = 2 * stages * interleave * whole
-    taken_s = total_s(whole)
+    walked = 2 * stages * interleave * simulated
+    taken_s = total_s(simulated)
     rounds_s: list[float] = []
-    while whole < microbatches:
-        whole += stages
-        longer_s = total_s(whole)
+    while simulated < microbatches:
+        simulated += stages
+        longer_s = total_s(simulated)
         rounds_s.append(longer_s - taken_s)
         taken_s = longer_s
-        walked += 2 * stages * interleave * whole
+        walked += 2 * stages * interleave * simulated
         last = rounds_s[-_STEADY_ROUNDS:]
         if even or walked > _CHEAP_PASSES or (len(last) == _STEADY_ROUNDS and max(last) - min(last) <= _SAME * taken_s):
             break
-    paced_s = taken_s + rounds_s[-1] * ((microbatches - whole) // stages)
+    paced_s = taken_s + rounds_s[-1] * ((microbatches - simulated) // stages)
     shortest_s = least_s(name, stages, microbatches, interleave, times)
     return shortest_s if shortest_s > paced_s * (1 + _SAME) else paced_s
 
@@ -168,10 +168,10 @@ def least_s(name: str, stages: int, microbatches: int, interleave: int, times: S
         return sum(times.forward_s[chunk] + times.input_s[chunk] + times.weight_s[chunk] for chunk in chunks)
 
     return max(
-        sum(times.forward_s[: held[0]])
-        + microbatches * work_s(held)
-        + (0.0 if schedule.is_split else sum(times.input_s[: held[0]]) + sum(times.weight_s[: held[0]]))
-        for held in placement.held
+        sum(times.forward_s[: own_chunks[0]])
+        + microbatches * work_s(own_chunks)
+        + (0.0 if schedule.is_split else sum(times.input_s[: own_chunks[0]]) + sum(times.weight_s[: own_chunks[0]]))
+        for own_chunks in placement.held
     )
 
 

@@ -24,7 +24,7 @@ def recompute(program: StepProgram, chunks: Collection[int] | None = None) -> St
                 yield part._replace(kind="RECOMPUTE")
         yield action
 
-    return _rewritten(program, lambda actions: [made for action in actions for made in again(action)])
+    return _rewritten(program, lambda actions: [added for action in actions for added in again(action)])
 
 
 def offload(program: StepProgram, chunks: Collection[int] | None = None, ahead: int = 1) -> StepProgram:
@@ -53,9 +53,9 @@ def offload(program: StepProgram, chunks: Collection[int] | None = None, ahead: 
                         after.setdefault(start, []).append(Action("OUT", *which, of="activation"))
                         before.setdefault(computing[back], []).append(Action("IN", *which, of="activation"))
         return [
-            made
+            each
             for place, action in enumerate(actions)
-            for made in (*before.get(place, ()), action, *after.get(place, ()))
+            for each in (*before.get(place, ()), action, *after.get(place, ()))
         ]
 
     return _rewritten(program, moved)
@@ -74,20 +74,20 @@ def stow(program: StepProgram, ahead: int = 1) -> StepProgram:
         uses = [_read(action) for action in actions]
         last = {chunk: place for place, chunks in enumerate(uses) for chunk in chunks}
         read: dict[int, bool] = {}  # of each chunk that was read: whether it is on the device
-        made: list[Action] = []
+        with_moves: list[Action] = []
         for place, action in enumerate(actions):
             if uses[place]:
                 coming = _next_distinct(uses, place, max(1 + ahead, len(uses[place])))
                 for chunk in [chunk for chunk, is_here in read.items() if is_here and chunk not in coming]:
                     if last[chunk] > place:
                         read[chunk] = False
-                        made.append(Action("OUT", chunk, of="weights"))
+                        with_moves.append(Action("OUT", chunk, of="weights"))
                 for chunk in [chunk for chunk in coming if not read.get(chunk, True)]:
                     read[chunk] = True
-                    made.append(Action("IN", chunk, of="weights"))
+                    with_moves.append(Action("IN", chunk, of="weights"))
                 read.update(dict.fromkeys(uses[place], True))
-            made.append(action)
-        return made
+            with_moves.append(action)
+        return with_moves
 
     return _rewritten(program, stowed)
 
@@ -107,19 +107,19 @@ def gathers(actions: Sequence[Action], ahead: int = 1) -> list[Action]:
         raise UsageError(f"gathering {ahead} chunks ahead: expected 0 or more")
     uses = [_read(action) for action in actions]
     most = len({chunk for chunks in uses for chunk in chunks})  # to look for more would be to look through to the end
-    whole: list[int] = []
+    on_rank: list[int] = []
     out: list[Action] = []
     for place, action in enumerate(actions):
         if uses[place]:
             coming = _next_distinct(uses, place, max(min(1 + ahead, most), len(uses[place])))
-            for chunk in [chunk for chunk in whole if chunk not in coming]:
-                whole.remove(chunk)
+            for chunk in [chunk for chunk in on_rank if chunk not in coming]:
+                on_rank.remove(chunk)
                 out.append(Action("FREE", chunk, of="weights"))
-            for chunk in [chunk for chunk in coming if chunk not in whole]:
-                whole.append(chunk)
+            for chunk in [chunk for chunk in coming if chunk not in on_rank]:
+                on_rank.append(chunk)
                 out.append(Action("GATHER", chunk, of="weights"))
         out.append(action)
-    return out + [Action("FREE", chunk, of="weights") for chunk in whole]
+    return out + [Action("FREE", chunk, of="weights") for chunk in on_rank]
 
 
 def _read(action: Action) -> tuple[int, ...]:

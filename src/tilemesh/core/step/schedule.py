@@ -42,15 +42,15 @@ class RankLoad(NamedTuple):
     transfer_s: float
 
     @classmethod
-    def of(cls, held: Sequence[Sequence[int]], times: StepTimes, ways: int = 1) -> RankLoad:
+    def of(cls, chunks: Sequence[Sequence[int]], times: StepTimes, ways: int = 1) -> RankLoad:
         """For ranks that hold these chunks. `ways`: with two directions each sees half of the microbatches."""
         parts = [
-            [sum([taken[chunk] for chunk in mine]) / ways for mine in held]
+            [sum([taken[chunk] for chunk in mine]) / ways for mine in chunks]
             for taken in (times.forward_s, times.input_s, times.weight_s)
         ]
         work = [sum(each) for each in zip(*parts, strict=True)]
         f, i, w = (sum(each) - max(each) for each in parts)
-        return cls(max(work), sum(work) - max(work), f, i, w, max(map(sum, parts)) / len(held), times.transfer_s)
+        return cls(max(work), sum(work) - max(work), f, i, w, max(map(sum, parts)) / len(chunks), times.transfer_s)
 
 
 class Bubble(NamedTuple):

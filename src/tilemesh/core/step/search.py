@@ -77,43 +77,43 @@ class PassTimes:
         return StepBytes.activations(program.chunks, self.kept * share, self.kept_for_weights * share)
 
 
-def search(ranks: int, microbatches: int, given: PassTimes, most_bytes: float) -> StepProgram:
-    """The shortest step found whose activations stay within `most_bytes` on every rank: in the unit of `given.kept`,
+def search(ranks: int, microbatches: int, costs: PassTimes, most_bytes: float) -> StepProgram:
+    """The shortest step found whose activations stay within `most_bytes` on every rank: in the unit of `costs.kept`,
     which is a microbatch of a rank's part of the model unless it is given."""
     best: tuple[float, float, int, StepProgram] | None = None
     least = float("inf")
-    for order, program in enumerate(_candidates(ranks, microbatches, given, most_bytes)):
-        peak = max(memory_peaks(program, given.sizes(program)))
+    for order, program in enumerate(_candidates(ranks, microbatches, costs, most_bytes)):
+        peak = max(memory_peaks(program, costs.sizes(program)))
         least = min(least, peak)
         if peak > most_bytes * (1 + 1e-9):
             continue
-        timeline = simulate(program, given.times(program))
+        timeline = simulate(program, costs.times(program))
         candidate = (timeline.total_s, max(timeline.spans_s), order, program)
         if best is None or candidate[:3] < best[:3]:
             best = candidate
     if best is None:
         raise UsageError(
             f"no schedule of {ranks} stages and {microbatches} microbatches keeps within the activations of "
-            f"{most_bytes / given.kept:g} microbatches on every rank; the least found is {least / given.kept:g}"
+            f"{most_bytes / costs.kept:g} microbatches on every rank; the least found is {least / costs.kept:g}"
         )
-    return dataclasses.replace(_improved(best[3], given, most_bytes), name="search")
+    return dataclasses.replace(_improved(best[3], costs, most_bytes), name="search")
 
 
-def _candidates(ranks: int, microbatches: int, given: PassTimes, most_bytes: float) -> Iterator[StepProgram]:
+def _candidates(ranks: int, microbatches: int, costs: PassTimes, most_bytes: float) -> Iterator[StepProgram]:
     for schedule in all_schedules():
         is_plain = not (schedule.updates or schedule.interleaves or schedule.cuts_sequences)
         is_one_way = len(schedule.placement(ranks).directions) == 1 if is_plain else False
         if is_one_way and schedule.why_not(ranks, microbatches) is None:
             yield schedule.build(PipeShape(ranks, microbatches))
-    most = max(1, int(most_bytes / given.kept + 1e-9))
+    most = max(1, int(most_bytes / costs.kept + 1e-9))
     ahead = [[min(most, 1 + round(slope * (ranks - 1 - rank))) for rank in range(ranks)] for slope in _SLOPES]
     for in_flight, patience in product(dict.fromkeys(map(tuple, ahead)), _PATIENCE):
         bare = _ahead(ranks, microbatches, in_flight)
-        yield fill(bare, given.times(bare), [most] * ranks, patience)
+        yield fill(bare, costs.times(bare), [most] * ranks, patience)
     for stretch, patience in product(product(_STRETCHES, repeat=4), (0.0, 1.0)):
         # A rank at one end of the V would keep more than at the other: that leaves memory unused.
         if abs(stretch[0] + stretch[3] - stretch[1] - stretch[2]) <= 1:
-            yield stretched(ranks, microbatches, stretch, given.times(build("v-min", ranks, 1)), 2 * most, patience)
+            yield stretched(ranks, microbatches, stretch, costs.times(build("v-min", ranks, 1)), 2 * most, patience)
 
 
 def _ahead(ranks: int, microbatches: int, in_flight: tuple[int, ...]) -> StepProgram:
@@ -130,9 +130,9 @@ def _ahead(ranks: int, microbatches: int, in_flight: tuple[int, ...]) -> StepPro
     return StepProgram("search", loop(ranks), microbatches, tuple(lists))
 
 
-def _improved(program: StepProgram, given: PassTimes, most_bytes: float) -> StepProgram:
+def _improved(program: StepProgram, costs: PassTimes, most_bytes: float) -> StepProgram:
     """Swaps of neighbouring actions, as long as they shorten the step within the memory."""
-    times, sizes = given.times(program), given.sizes(program)
+    times, sizes = costs.times(program), costs.sizes(program)
     pairs = [(rank, place) for rank, actions in enumerate(program.actions) for place in range(len(actions) - 1)]
     swaps = _SWAPPED // sum(map(len, program.actions))
     shortest_s = simulate(program, times).total_s

@@ -185,7 +185,7 @@ class Timed(NamedTuple):
     near: tuple[int, ...]
     far: tuple[int, ...]
     """Waited for with the time of a message on top."""
-    made: tuple[int, ...]
+    raised: tuple[int, ...]
 
 
 class Numbered(NamedTuple):
@@ -235,16 +235,16 @@ def _number_passes(program: StepProgram) -> Numbered:
             near: tuple[int, ...] = ()
             far: tuple[int, ...] = ()
             if kind == "F":
-                made: tuple[int, ...] = (place,)
+                raised: tuple[int, ...] = (place,)
                 if before[way][chunk]:
                     far = (place - m,)
                 elif chunk:
                     near = (place - m,)
             elif kind == "W":
-                made = (place + 2 * each_kind,)
+                raised = (place + 2 * each_kind,)
                 near = (place + each_kind,)
             else:
-                made = (place + each_kind,) if kind == "I" else (place + each_kind, place + 2 * each_kind)
+                raised = (place + each_kind,) if kind == "I" else (place + each_kind, place + 2 * each_kind)
                 near = (place,)
                 if after[way][chunk]:
                     far = (place + each_kind + m,)
@@ -254,7 +254,7 @@ def _number_passes(program: StepProgram) -> Numbered:
             cost = costs.setdefault(key, len(samples))
             if cost == len(samples):
                 samples.append(action)
-            timed.append(Timed(cost, _COMPUTE, near, far, made))
+            timed.append(Timed(cost, _COMPUTE, near, far, raised))
         lists.append(tuple(timed))
     return Numbered(tuple(samples), 3 * each_kind, tuple(lists))
 
@@ -276,15 +276,15 @@ def number_anything(program: StepProgram) -> Numbered:
         timed = []
         latest: dict[object, int] = {}
         for index, action in enumerate(actions):
-            near, far, made = _pass_events(program, rank, action, name)
-            if latest or not made:
-                _other_events(program, rank, index, action, name, latest, near, made)
+            near, far, raised = _pass_events(program, rank, action, name)
+            if latest or not raised:
+                _other_events(program, rank, index, action, name, latest, near, raised)
             pair = action.pair
             key = (action.kind, action.chunk, action.slice, pair and (pair.kind, pair.chunk, pair.slice))
             cost = costs.setdefault(key, len(samples))
             if cost == len(samples):
                 samples.append(action)
-            timed.append(Timed(cost, _LANES.get(action.kind, _COMPUTE), tuple(near), tuple(far), tuple(made)))
+            timed.append(Timed(cost, _LANES.get(action.kind, _COMPUTE), tuple(near), tuple(far), tuple(raised)))
         lists.append(tuple(timed))
     return Numbered(tuple(samples), 3 * name.each_kind + len(name.known), tuple(lists))
 
@@ -295,7 +295,7 @@ def _pass_events(
     """Events that passes wait for: on this rank, as messages from another; and those they make."""
     near: list[int] = []
     far: list[int] = []
-    made: list[int] = []
+    raised: list[int] = []
     for part in parts(action):
         for event in program.needs(part):
             if event.chunk == part.chunk or program.placement.rank(event.chunk, event.microbatch) == rank:
@@ -305,8 +305,8 @@ def _pass_events(
             else:
                 far.append(name.of_pass(event))
         for event in makes(part):
-            made.append(name.of_pass(event))
-    return near, far, made
+            raised.append(name.of_pass(event))
+    return near, far, raised
 
 
 def _other_events(
@@ -317,7 +317,7 @@ def _other_events(
     name: _Numbers,
     latest: dict[object, int],
     near: list[int],
-    made: list[int],
+    raised: list[int],
 ) -> None:
     """Events of messages, collectives and copies, and the passes that wait for them."""
     kind, chunk = action.kind, action.chunk
@@ -325,16 +325,16 @@ def _other_events(
     if kind == "SEND":
         event = PassDone("F" if action.of == "activation" else "I", *which)
         near.append(name.of_pass(event))
-        made.append(name(("arrived", event)))
+        raised.append(name(("arrived", event)))
     elif kind in ("GATHER", "IN", "OUT"):
         key = (action.of, *which)
         if kind == "IN" and key in latest:  # moved out before: what comes back has to have left
             near.append(latest[key])
         latest[key] = name((kind, rank, index))
-        made.append(latest[key])
+        raised.append(latest[key])
     elif kind == "REDUCE":
         turn = latest[("reductions", chunk)] = latest.get(("reductions", chunk), 0) + 1
-        made.append(name(("REDUCE", rank, chunk, turn)))
+        raised.append(name(("REDUCE", rank, chunk, turn)))
     elif kind == "UPDATE":
         if ("reductions", chunk) in latest:  # the sum is there when the slowest of its ranks has come to it
             turn = latest[("reductions", chunk)]
@@ -373,7 +373,7 @@ def time_numbered(program: StepProgram, numbered: Numbered, times: StepTimes, ke
         rank = ready.pop()
         now, at, timed = clock[rank], done[rank], lists[rank]
         while at < len(timed):
-            cost, lane, near, far, made = timed[at]
+            cost, lane, near, far, raised = timed[at]
             start, missing = now, -1
             for event in near:
                 came = when[event]
@@ -406,7 +406,7 @@ def time_numbered(program: StepProgram, numbered: Numbered, times: StepTimes, ke
             if keep_slots:
                 slots.append(Slot(rank, at, program.actions[rank][at], start, end))
             at += 1
-            for event in made:
+            for event in raised:
                 when[event] = end
                 if event in waiting:
                     ready += waiting.pop(event)

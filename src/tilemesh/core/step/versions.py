@@ -16,12 +16,12 @@ def held_versions(program: StepProgram) -> list[int]:
             for place, action in enumerate(actions)
             if action.kind not in ("UPDATE", "SEND", "RECV")
         }
-        held, most = {(chunk, 0) for chunk, _ in last}, 1
+        alive, most = {(chunk, 0) for chunk, _ in last}, 1
         for place, action in enumerate(actions):
             if action.kind == "UPDATE":
                 newest = (action.chunk, action.version)
-                held = {key for key in held if last.get(key, -1) > place} | {newest}
-            most = max(most, len(held))
+                alive = {key for key in alive if last.get(key, -1) > place} | {newest}
+            most = max(most, len(alive))
         most_held.append(most)
     return most_held
 
@@ -32,7 +32,7 @@ def delays(program: StepProgram) -> list[float]:
     of_chunks = []
     for actions in program.actions:
         read = {action.microbatch: action.version for action in actions if action.kind == "F"}
-        made = [0.0] * program.microbatches
+        ages = [0.0] * program.microbatches
         version, waiting = 0, list[int]()
         for action in actions:
             if action.kind == "B":
@@ -40,8 +40,8 @@ def delays(program: StepProgram) -> list[float]:
             elif action.kind == "UPDATE":
                 version += 1
                 for microbatch in waiting:
-                    made[microbatch] = version - read[microbatch]
+                    ages[microbatch] = version - read[microbatch]
                 waiting = []
-        middle = made[len(made) // 2 : max(len(made) // 2 + 1, math.ceil(0.75 * len(made)))]
+        middle = ages[len(ages) // 2 : max(len(ages) // 2 + 1, math.ceil(0.75 * len(ages)))]
         of_chunks.append(sum(middle) / len(middle))
     return of_chunks

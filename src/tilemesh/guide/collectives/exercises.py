@@ -180,15 +180,15 @@ def why_not_ring(function: Callable[[Communicator, int], Any]) -> str | None:
     except RunError as error:
         return why_stuck(error)
     expected = [10 * rank for rank in range(ranks)]
-    for rank, (given, calls) in enumerate(results):
-        why = _ring_reason(rank, ranks, given, expected)
+    for rank, (result, calls) in enumerate(results):
+        why = _ring_reason(rank, ranks, result, expected)
         if not calls.peers and not calls.used_collective:
             return (
-                f"Rank {rank} returned {given} without any message. What other ranks were given it can only know from "
+                f"Rank {rank} returned {result} without any message. What other ranks were given it can only know from "
                 "messages: send, recv, isend, irecv."
             )
         if why is not None:
-            return f"Rank {rank} returned {given}: {why}"
+            return f"Rank {rank} returned {result}: {why}"
         if calls.used_collective:
             return (
                 "The values are right, but a built-in collective brought them. Write it with messages: send, recv, "
@@ -210,9 +210,9 @@ def _watched(comm: Communicator, function: Callable[[Communicator, int], Any]) -
     return watched(comm, lambda: function(comm, 10 * comm.rank))
 
 
-def _ring_reason(rank: int, ranks: int, given: Any, expected: list[int]) -> str | None:
+def _ring_reason(rank: int, ranks: int, result: Any, expected: list[int]) -> str | None:
     try:
-        values = [int(value) for value in given]
+        values = [int(value) for value in result]
     except (TypeError, ValueError):
         return f"expected a list of {ranks} numbers."
     if values == expected:

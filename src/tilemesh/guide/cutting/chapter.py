@@ -48,12 +48,12 @@ lesson.show(guess, float(ran["along K"].sent[0]), limit=2 * 3 / 4 * 256 * 192 * 
 
 # %%
 for name, each in placed.items():
-    whole = run_numpy(each.graph, *work.arrays_of(each.graph))[0]
-    assert np.abs(ran[name].outputs[0] - whole).max() < 1e-10
+    product = run_numpy(each.graph, *work.arrays_of(each.graph))[0]
+    assert np.abs(ran[name].outputs[0] - product).max() < 1e-10
     cost, output = work.mesh_cost(each.axes), each.graph.outputs[0]
-    held = [f"{node['name']} {each.placements[node]} ({format_bytes(int(cost.nbytes(node, each.placements[node])))})"
+    cuts = [f"{node['name']} {each.placements[node]} ({format_bytes(int(cost.nbytes(node, each.placements[node])))})"
             for node in each.graph.inputs]  # fmt: skip
-    print(f"{name:>10}: {', '.join(held)}; C comes out as {each.given[output]}, sent {format_bytes(ran[name].sent[0])}")
+    print(f"{name:>10}: {', '.join(cuts)}; C comes out as {each.given[output]}, sent {format_bytes(ran[name].sent[0])}")
 lesson.source(work.run_local, work.exchange)
 
 # %% [markdown]

@@ -55,8 +55,8 @@ def cut_product(name: str, m: int, k: int, n: int) -> PlacedGraph:
     a, b = build.argument("A", [m, k], "float64"), build.argument("B", [k, n], "float64")
     graph = Graph((a, b), (build.dot(a, b),))
     pins = {"A": parse(cut.a), "B": parse(cut.b)}
-    given = propagate(graph, pins, cut.axes).given[graph.outputs[0]]
-    summed = TensorPlacement(tuple(pair for pair in given if pair[1].kind == "S"))
+    output = propagate(graph, pins, cut.axes).given[graph.outputs[0]]
+    summed = TensorPlacement(tuple(pair for pair in output if pair[1].kind == "S"))
     return propagate(graph, {**pins, "output0": summed}, cut.axes)
 
 

@@ -110,10 +110,10 @@ guess = predict(
 )
 kept = [work.kept_bytes(stage, ranks, parameters) for stage in range(4)]
 lesson.show(guess, float(kept[1].total), limit=16 / ranks * parameters, figure="counted")
-for stage, held in enumerate(kept):
-    print(f"stage {stage}: weights {format_bytes(held.weights)}, gradients {format_bytes(held.gradients)}, "
-          f"optimizer {format_bytes(held.optimizer)}: {held.total / parameters:g} bytes per parameter")  # fmt: skip
-assert [held.total / parameters for held in kept] == [16, 4 + 12 / 4, 2 + 14 / 4, 16 / 4]
+for stage, size in enumerate(kept):
+    print(f"stage {stage}: weights {format_bytes(size.weights)}, gradients {format_bytes(size.gradients)}, "
+          f"optimizer {format_bytes(size.optimizer)}: {size.total / parameters:g} bytes per parameter")  # fmt: skip
+assert [size.total / parameters for size in kept] == [16, 4 + 12 / 4, 2 + 14 / 4, 16 / 4]
 
 # %% [markdown]
 # What does it cost? Stage 0 sends an all_reduce of the gradients: 2·(n-1)/n of their bytes per rank (chapter 3).

@@ -164,11 +164,11 @@ matrices = [build.argument(name, [256, 256]) for name in ("x", "A", "B", "C")]
 products = [build.dot(matrices[0], each) for each in matrices[1:]]
 written = Graph(tuple(matrices), (build.add(build.add(products[0], products[1]), products[2]),))
 for slack in (1.0, 1.05, 2.0):
-    found = search(written, as_rules(read_substitutions()),
+    result = search(written, as_rules(read_substitutions()),
                    lambda graph: graph_seconds(graph, work.h100()), slack, limit=400)  # fmt: skip
-    print(f"keep what costs up to {slack:g} times the best: {found.seen} programs priced, "
-          f"{format_seconds(found.cost)} from {format_seconds(graph_seconds(written, work.h100()))}")  # fmt: skip
-print(found.graph)
+    print(f"keep what costs up to {slack:g} times the best: {result.seen} programs priced, "
+          f"{format_seconds(result.cost)} from {format_seconds(graph_seconds(written, work.h100()))}")  # fmt: skip
+print(result.graph)
 
 # %% [markdown]
 # The same loop chooses how a kernel computes: **AutoTVM** has a template with knobs (the space), a cost model that

@@ -130,21 +130,21 @@ def why_wrong(function: Callable[[Any, Any], Any]) -> str | None:
         drawn.append((str(program), tuple(program), "Every operator hands its slope back to each of its operands."))
     for words, case, why in (*CASES, *drawn):
         inputs = [chance.uniform(0.3, 1.2), chance.uniform(0.3, 1.2)]
-        given = [float(slope) for slope in function([(op, list(operands)) for op, operands in case], list(inputs))]
+        answer = [float(slope) for slope in function([(op, list(operands)) for op, operands in case], list(inputs))]
         right = []
         for at in range(2):
             moved = [complex(value, 1e-30 if at == each else 0.0) for each, value in enumerate(inputs)]
             right.append(complex(_values(case, moved)[-1]).imag / 1e-30)
         task = f"{words} at x = {inputs[0]:.3f}, y = {inputs[1]:.3f}"
-        if len(given) != 2:
-            return f"{task}: {len(given)} slopes: expected one for each of the 2 inputs."
-        if all(math.isclose(mine, real, rel_tol=1e-9, abs_tol=1e-12) for mine, real in zip(given, right, strict=True)):
+        if len(answer) != 2:
+            return f"{task}: {len(answer)} slopes: expected one for each of the 2 inputs."
+        if all(math.isclose(mine, real, rel_tol=1e-9, abs_tol=1e-12) for mine, real in zip(answer, right, strict=True)):
             continue
-        if all(math.isclose(mine, real, rel_tol=1e-2) for mine, real in zip(given, right, strict=True)):
+        if all(math.isclose(mine, real, rel_tol=1e-2) for mine, real in zip(answer, right, strict=True)):
             why = "Nearly: differences of two runs are no slopes."
-        if not any(given):
+        if not any(answer):
             why = "All your slopes are 0: the last value moves with itself by 1, and that is where it begins."
-        said, real = (", ".join(f"{each:.8g}" for each in slopes) for slopes in (given, right))
+        said, real = (", ".join(f"{each:.8g}" for each in slopes) for slopes in (answer, right))
         return f"{task}: you say {said}; it is {real}. {why}"
     return None
 

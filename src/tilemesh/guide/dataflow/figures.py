@@ -28,17 +28,17 @@ def cnn() -> str:
     scene = Scene(860, 330, "Six convolutions with batch norm and ReLU on an H100: where the predicted time goes")
     rows = [(batch, is_folded) for batch in (1, 64, 1024) for is_folded in (False, True)]
     for row, (batch, is_folded) in enumerate(rows):
-        found, y = shares(cnn_graph(batch, is_folded)), 54 + row * 40
+        share, y = shares(cnn_graph(batch, is_folded)), 54 + row * 40
         scene.text(150, y + 18, f"batch {batch}{', folded' if is_folded else ''}", align="end")
         left = 160.0
-        for colour, part in ((3, found.launches), (0, found.memory), (1, found.convolutions)):
-            width = 480 * part / found.seconds
-            scene.box(left, y, width, 26, f"{part / found.seconds:.0%}" if width > 30 else "", colour=colour, size=11)
+        for colour, part in ((3, share.launches), (0, share.memory), (1, share.convolutions)):
+            width = 480 * part / share.seconds
+            scene.box(left, y, width, 26, f"{part / share.seconds:.0%}" if width > 30 else "", colour=colour, size=11)
             left += width
         scene.text(
             left + 8,
             y + 18,
-            f"{format_seconds(found.seconds)}, arithmetic {found.flops_s / found.seconds:.1%}",
+            f"{format_seconds(share.seconds)}, arithmetic {share.flops_s / share.seconds:.1%}",
             size=11,
         )
     scene.note(160, 312, "violet: launches; blue: elementwise operators, which wait for memory; orange: convolutions")

@@ -135,12 +135,12 @@ class _Watched:
     def score(self, answers: Any) -> Any:
         return self._give("scores", answers)
 
-    def update(self, answers: Any, *given: Any) -> None:
+    def update(self, answers: Any, *tensors: Any) -> None:
         wanted = (("scores", "reward"), ("values", "critic"), ("log-probabilities", "actor"),
                   ("log-probabilities", "reference"))  # fmt: skip
         if self.name not in ("actor", "critic"):
             raise _WrongStepError(f"the {self.name} was trained: it stays as it is.")
-        for place, (thing, (what, who)) in enumerate(zip(given, wanted, strict=False)):
+        for place, (thing, (what, who)) in enumerate(zip(tensors, wanted, strict=False)):
             if thing[:2] != (what, who):
                 raise _WrongStepError(
                     f"argument {place + 2} of {self.name}.update is {thing[0]} of the {thing[1]}: expected {what} of "

@@ -107,10 +107,10 @@ assert (one[0] == other[0], one[1] == other[1], one[2] == other[2]) == (True, Fa
 served = random_model()
 guess = predict("time to the first token with 480 of 512 tokens in the cache, as a share of the time without",
                 name="first token, 480 of 512 found", unit="fraction", model=32 / 512)  # fmt: skip
-alone_s, again_s, found = work.first_tokens(served, 480, 32)
+alone_s, again_s, cached = work.first_tokens(served, 480, 32)
 lesson.show(guess, again_s / alone_s, missing={"limit": "reading the weights once"})
-print(f"{format_seconds(alone_s)} without, {format_seconds(again_s)} with {found} tokens found")
-assert found == 480
+print(f"{format_seconds(alone_s)} without, {format_seconds(again_s)} with {cached} tokens found")
+assert cached == 480
 assert again_s < alone_s
 
 # %% [markdown]

@@ -112,8 +112,8 @@ assert (counted.total(shared=False).elements, counted.total(shared=True).element
 # and a bank gives one word in a pass. **Vector loads**: four elements in one instruction.
 
 # %%
-made = [make(v=4, tile=64) for make in (rungs.v3, rungs.coalescing, rungs.padding, rungs.vector)]
-counts = {rung.key: rungs.count(rung, 64)[0] for rung in made}
+small_rungs = [make(v=4, tile=64) for make in (rungs.v3, rungs.coalescing, rungs.padding, rungs.vector)]
+counts = {rung.key: rungs.count(rung, 64)[0] for rung in small_rungs}
 print("rung          requests   sectors of A   passes to store sA")
 for key, counted in counts.items():
     a, stored = counted.reads["A"], counted.writes["sA"]
@@ -137,9 +137,9 @@ counted, _ = kernel.run(np.ones(kernel.inputs, np.float32))
 lesson.show(guess, counted.lanes_used, limit=1.0, figure="counted")
 for stride in (1, 2, 8, 32):
     copied, _ = studies.strided_copy(stride).run(np.zeros(4096, np.float32))
-    asked, _ = studies.strided_banks(stride).run(np.zeros(32 * stride, np.float32))
+    banked, _ = studies.strided_banks(stride).run(np.zeros(32 * stride, np.float32))
     per_copy = copied.reads["input"].passes / copied.reads["input"].requests
-    per_read = asked.reads["words"].passes / asked.reads["words"].requests
+    per_read = banked.reads["words"].passes / banked.reads["words"].requests
     print(f"stride {stride:2}: {per_copy:4.0f} sectors a request, {per_read:4.0f} passes over the banks")
     assert per_copy == studies.sectors_per_request(stride)
     assert per_read == studies.passes_per_request(stride)
@@ -172,12 +172,12 @@ rows_of = {row.case["rung"]: row for row in h200_rows()}
 for rung in rungs.ladder():
     if rung.key in ("v1.5", "v3", "lower precision"):
         registers, shared_bytes, blocks = reserved_by(rows_of[rung.key])
-        held = studies.occupancy(h200, rung.threads, registers, shared_bytes)
+        resident = studies.occupancy(h200, rung.threads, registers, shared_bytes)
         print(
             f"{rung.key}: {rung.threads} threads of {registers} registers, {shared_bytes:,} bytes in a block: "
-            f"{held.blocks} blocks on an SM, {held.share:.0%} of its warps, limited by {held.limited_by}"
+            f"{resident.blocks} blocks on an SM, {resident.share:.0%} of its warps, limited by {resident.limited_by}"
         )
-        assert held.blocks == blocks  # as the driver of an H200 told it
+        assert resident.blocks == blocks  # as the driver of an H200 told it
 
 # %% [markdown]
 # ## On a GPU

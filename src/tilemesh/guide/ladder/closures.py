@@ -61,10 +61,10 @@ class KernelCompiler:
         size = len(self.types)
         self.scopes, self.types = scopes, types
 
-        def call(state: CudaThreads, given: list[Value]) -> Value:
+        def call(state: CudaThreads, arguments: list[Value]) -> Value:
             outer = state.slots
             state.slots = [None] * size
-            for (slot, parameter), value in zip(parameters, given, strict=True):
+            for (slot, parameter), value in zip(parameters, arguments, strict=True):
                 state.slots[slot] = value if parameter.pointer else convert(parameter.type, value)
             run(state)
             returned = None if result is None else result(state)
@@ -184,10 +184,10 @@ class KernelCompiler:
 
     def component(self, node: tree.Component) -> Run:
         """`value.x` of a float4 in registers, as a place."""
-        whole, index = self.place(node.value), node.index
+        vector_place, index = self.place(node.value), node.index
 
         def part(state: CudaThreads) -> Value:
-            vector = whole(state)
+            vector = vector_place(state)
             data = vector.data if isinstance(vector, RegisterArray) else vector
             return RegisterArray(data[index], four=False)
 

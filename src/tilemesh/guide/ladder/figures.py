@@ -124,14 +124,14 @@ def banks() -> str:
     lane = np.arange(WARP)
     scene = Scene(860, 330, f"A warp stores {WARP} elements of A into sA[{s}][L]: words asked of each bank")
     for place, wide in enumerate((tile, tile + pad)):
-        asked = np.bincount((lane % s * wide + lane // s) % BANKS, minlength=BANKS)
+        requests = np.bincount((lane % s * wide + lane // s) % BANKS, minlength=BANKS)
         top = 50 + place * 140
-        passes = "1 pass" if asked.max() == 1 else f"{asked.max()} passes"
+        passes = "1 pass" if requests.max() == 1 else f"{requests.max()} passes"
         scene.text(24, top, f"rows of {wide} words: {passes} over the banks", bold=True)
-        for bank, count in enumerate(asked):
+        for bank, count in enumerate(requests):
             x = 24 + bank * 25.5
             height = 5.2 * count
-            scene.box(x, top + 96 - height, 22, max(height, 0.5), colour=1 if asked.max() > 1 else 2)
+            scene.box(x, top + 96 - height, 22, max(height, 0.5), colour=1 if requests.max() > 1 else 2)
             scene.text(x + 11, top + 110, str(bank), size=8, align="mid", quiet=True)
     scene.note(24, 318, f"padding of {pad} words: element (k, row) lies in bank ({pad} k + row) mod 32")
     return scene.svg()

@@ -65,7 +65,7 @@ def launch(
     compiler = KernelCompiler(program, lanes)
     function = program.functions[kernel]
     arrays: dict[str, GlobalArray] = {}
-    given = []
+    values = []
     for parameter in function.parameters:
         if parameter.name not in arguments:
             raise UsageError(f"kernel {kernel} wants an argument {parameter.name}")
@@ -73,9 +73,9 @@ def launch(
         if parameter.pointer:
             arrays[parameter.name] = GlobalArray(parameter.name, value.reshape(-1), lanes, observer=observer)
             value = CudaPointer(arrays[parameter.name], 0, (1,))
-        given.append(value)
+        values.append(value)
     with np.errstate(over="ignore", invalid="ignore"):
-        compiler.function(function)(state, given)
+        compiler.function(function)(state, values)
     if state.open_copies or state.groups:
         raise UsageError(f"kernel {kernel} ends with copies under way that nothing waited for")
     everything: list[GlobalArray | SharedArray] = [*arrays.values(), *state.shared.values()]

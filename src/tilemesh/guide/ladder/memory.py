@@ -282,8 +282,8 @@ def wavefronts(addresses: Array, mask: Array, bytes_each: int) -> Array:
     words = max(1, bytes_each // BANK_BYTES)
     group = WARP // _phases(bytes_each)
     first = np.where(mask, addresses // BANK_BYTES, -1).reshape(-1, group)
-    asked = np.where(first[:, :, None] < 0, -1, first[:, :, None] + np.arange(words)).reshape(len(first), -1)
-    ordered = np.sort(asked, axis=1)
+    words_read = np.where(first[:, :, None] < 0, -1, first[:, :, None] + np.arange(words)).reshape(len(first), -1)
+    ordered = np.sort(words_read, axis=1)
     new = np.ones(ordered.shape, bool)
     new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
     new &= ordered >= 0

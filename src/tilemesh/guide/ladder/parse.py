@@ -163,9 +163,9 @@ class _CudaParser:
             return (tree.Return(value, line),)
         if self.declares():
             return self.declarations()
-        made = self.simple()
+        simple = self.simple()
         self.take(";")
-        return (made,)
+        return (simple,)
 
     def declares(self) -> bool:
         return self.sees(*TYPES, *QUALIFIERS, "__shared__", "extern")

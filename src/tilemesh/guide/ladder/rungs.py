@@ -58,8 +58,8 @@ class Rung:
 
     def text(self) -> str:
         """What is compiled and what is interpreted: the constants, then the file."""
-        given = "".join(f"constexpr int {name} = {value};\n" for name, value in self.constants.items())
-        return given + source(self.file)
+        constants = "".join(f"constexpr int {name} = {value};\n" for name, value in self.constants.items())
+        return constants + source(self.file)
 
     def predicted(self, n: int) -> tuple[int, int]:
         """Elements read from global and from shared memory."""

@@ -31,8 +31,8 @@ class SmallKernel:
     inputs: int  # elements of `input`; `output` has one for each thread
 
     def text(self) -> str:
-        given = "".join(f"constexpr int {name} = {value};\n" for name, value in self.constants.items())
-        return given + source(self.file)
+        constants = "".join(f"constexpr int {name} = {value};\n" for name, value in self.constants.items())
+        return constants + source(self.file)
 
     def run(self, values: Any) -> tuple[Counted, Any]:
         output = np.full(self.grid[0] * self.block[0], np.nan, np.float32)
@@ -45,8 +45,8 @@ def first_kernel(width: int = WIDTH, height: int = HEIGHT, block: tuple[int, int
     a, b = (np.random.default_rng(seed).standard_normal((height, width)).astype(np.float32) for seed in (1, 2))
     c = np.full_like(a, np.nan)
     grid = (-(-width // block[0]), -(-height // block[1]))
-    given = {"A": a, "B": b, "C": c, "width": width, "height": height}
-    counted = launch(source("first.cu"), "matrixAddDoubleB", grid, block, given)
+    arguments = {"A": a, "B": b, "C": c, "width": width, "height": height}
+    counted = launch(source("first.cu"), "matrixAddDoubleB", grid, block, arguments)
     if not np.array_equal(c, a + 2 * b):
         raise RunError("the first kernel did not compute A + 2 B")
     return counted

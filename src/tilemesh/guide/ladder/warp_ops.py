@@ -40,8 +40,8 @@ def _warps(registers: Registers, count: int) -> Array:
 
 def _put_c(c: Registers, product: Array) -> None:
     """Adds (warps, 16, 8) to the accumulators: lane l holds rows l/4 and l/4 + 8, columns 2(l%4) and the next."""
-    held = [product[:, _GROUP + 8 * half, 2 * _WITHIN + odd] for half in (0, 1) for odd in (0, 1)]
-    c.data += np.stack(held).reshape(4, -1).astype(np.float32)
+    fragments = [product[:, _GROUP + 8 * half, 2 * _WITHIN + odd] for half in (0, 1) for odd in (0, 1)]
+    c.data += np.stack(fragments).reshape(4, -1).astype(np.float32)
 
 
 def mma_tf32(c: Registers, a: Registers, b: Registers) -> None:

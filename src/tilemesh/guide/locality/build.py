@@ -31,6 +31,6 @@ def library(
     if compiler() is None:
         return None
     text = program.read_text() if isinstance(program, Path) else program
-    given = ", ".join(f"{name} = {value}" for name, value in (constants or {}).items())
-    whole = f"#define __shared__ static\n{f'enum {{ {given} }};' if given else ''}\n{text}"
-    return ctypes.CDLL(str(build_library("guide", whole, [*OPTIONS, *options], ["-lm", "-lpthread"])))
+    constant_words = ", ".join(f"{name} = {value}" for name, value in (constants or {}).items())
+    full_text = f"#define __shared__ static\n{f'enum {{ {constant_words} }};' if constant_words else ''}\n{text}"
+    return ctypes.CDLL(str(build_library("guide", full_text, [*OPTIONS, *options], ["-lm", "-lpthread"])))

@@ -62,15 +62,15 @@ class SimulatedCache:
     def touch(self, address: int) -> bool:
         """One access; True if the line was there."""
         line = address // self.line_bytes
-        held = self._sets[line % len(self._sets)]
-        if line in held:
-            held.move_to_end(line)
+        lines = self._sets[line % len(self._sets)]
+        if line in lines:
+            lines.move_to_end(line)
             self.hits += 1
             return True
         self.misses += 1
-        held[line] = None
-        if len(held) > self.ways:
-            held.popitem(last=False)
+        lines[line] = None
+        if len(lines) > self.ways:
+            lines.popitem(last=False)
         return False
 
     def run(self, addresses: Iterable[int]) -> SimulatedCache:

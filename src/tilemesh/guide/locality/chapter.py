@@ -99,18 +99,18 @@ assert down == 16**3 + 16**3 // 4 + 16**2  # every element of B, A's lines for e
 # %%
 sizes = {"N": 16, "B1": 8, "B2": 4, "V1": 4, "V2": 2}
 for key in ("cache_tiles", "register_tiles", "both_tiles"):
-    given = {name: sizes[name] for name in ("N", *measured.TILE_NAMES[key])}
+    tile_sizes = {name: sizes[name] for name in ("N", *measured.TILE_NAMES[key])}
     guess = predict(
-        f"{key}, n = 16 {', '.join(f'{name} = {value}' for name, value in given.items() if name != 'N')}: "
+        f"{key}, n = 16 {', '.join(f'{name} = {value}' for name, value in tile_sizes.items() if name != 'N')}: "
         "elements from memory",
         name=f"{key}: from memory",
         unit="count",
-        model=nest[key].memory_reads(given),
+        model=nest[key].memory_reads(tile_sizes),
     )
-    counted = traffic.count(nest[key], given)
+    counted = traffic.count(nest[key], tile_sizes)
     lesson.show(guess, counted.total(shared=False).elements, missing=counted_only, figure="counted")
-    assert counted.total(shared=False).elements == nest[key].memory_reads(given)
-    assert counted.total(shared=True).elements == nest[key].buffer_reads(given)
+    assert counted.total(shared=False).elements == nest[key].memory_reads(tile_sizes)
+    assert counted.total(shared=True).elements == nest[key].buffer_reads(tile_sizes)
 
 # %% [markdown]
 # Now the time. Counts say what is asked for; the compiler's vector instructions and the hardware's prefetcher decide

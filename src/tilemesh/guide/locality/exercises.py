@@ -90,9 +90,9 @@ def _shapes(shape: tuple[int, ...]) -> Strides:
     return (*shape[1:], 1)
 
 
-def _wrong_strides(given: Callable[[tuple[int, ...]], Any]) -> str | None:
+def _wrong_strides(function: Callable[[tuple[int, ...]], Any]) -> str | None:
     for shape in ((4, 5), (2, 3, 4), (7,), (2, 1, 5, 3)):
-        answer = tuple(given(shape))
+        answer = tuple(function(shape))
         if answer == _right_strides(shape):
             continue
         if answer == _in_bytes(shape):

@@ -35,8 +35,8 @@ class LoopNest:
 
     def text(self, sizes: Sizes) -> str:
         self.check(sizes)
-        given = "".join(f"constexpr int {name} = {value};\n" for name, value in sizes.items())
-        return given + source(self.file)
+        constants = "".join(f"constexpr int {name} = {value};\n" for name, value in sizes.items())
+        return constants + source(self.file)
 
     def check(self, sizes: Sizes) -> None:
         for tile, of in (("B1", "N"), ("B2", "N"), ("V1", "B1"), ("V2", "B2"), ("V1", "N"), ("V2", "N")):
@@ -129,8 +129,8 @@ def misses(nest: LoopNest, sizes: Sizes, cache: SimulatedCache) -> int:
 
 
 def _run(nest: LoopNest, sizes: Sizes, a: Any, b: Any, c: Any, observe: Any = None) -> Counted:
-    given = {"A": a, "Bt" if nest.turned else "B": b, "C": c}
-    return launch(nest.text(sizes), nest.key, (1, 1), (1, 1), given, observer=observe)
+    arrays = {"A": a, "Bt" if nest.turned else "B": b, "C": c}
+    return launch(nest.text(sizes), nest.key, (1, 1), (1, 1), arrays, observer=observe)
 
 
 # Other programs -------------------------------------------------------------------------------------------------------
@@ -153,8 +153,8 @@ def convolution_reads(function: str, height: int, width: int, tile: int) -> int:
     image = random.standard_normal((height + 2, width + 2)).astype(np.float32)
     weights, out = random.standard_normal(9).astype(np.float32), np.zeros((height, width), np.float32)
     sizes = f"constexpr int H = {height};\nconstexpr int W = {width};\nconstexpr int T = {tile};\n"
-    given = {"image": image, "weights": weights, "out": out}
-    counted = launch(sizes + source("convolution.c"), function, (1, 1), (1, 1), given)
+    arrays = {"image": image, "weights": weights, "out": out}
+    counted = launch(sizes + source("convolution.c"), function, (1, 1), (1, 1), arrays)
     windows = np.lib.stride_tricks.sliding_window_view(image, (3, 3)).astype(np.float64)
     if not np.allclose(out, (windows * weights.reshape(3, 3)).sum((2, 3)), atol=1e-4):
         raise RunError(f"{function} did not compute the convolution")

@@ -85,21 +85,21 @@ def why_not_bound(function: Callable[[float, float, float, float], Any]) -> str 
     for flops, nbytes, side in ((1000.0, 20.0, "right"), (50.0, 40.0, "left")):
         result = function(flops, nbytes, peak, bandwidth)
         try:
-            given = float(result)
+            time_s = float(result)
         except Exception as error:
             return f"bound_time({flops:g}, {nbytes:g}, {peak:g}, {bandwidth:g}) did not return a number: {error!r}"
-        if given == bound_time(flops, nbytes, peak, bandwidth):
+        if time_s == bound_time(flops, nbytes, peak, bandwidth):
             continue
         case = f"{flops:g} FLOPs and {nbytes:g} bytes at {peak:g} FLOP/s and {bandwidth:g} B/s ({side} of the ridge)"
-        if given == added(flops, nbytes, peak, bandwidth):
+        if time_s == added(flops, nbytes, peak, bandwidth):
             return f"{case}: computing and reading happen at the same time. The roofline takes the longer, not the sum."
-        if given == a_rate(flops, nbytes, peak, bandwidth):
+        if time_s == a_rate(flops, nbytes, peak, bandwidth):
             return f"{case}: this is a rate, the height of the roof in FLOP/s. Asked for is the time in seconds."
-        if given == only_flops(flops, nbytes, peak, bandwidth):
+        if time_s == only_flops(flops, nbytes, peak, bandwidth):
             return f"{case}: the bytes take longer than the FLOPs, and this counts only the FLOPs."
-        if given == shorter(flops, nbytes, peak, bandwidth):
+        if time_s == shorter(flops, nbytes, peak, bandwidth):
             return f"{case}: this is the shorter of the two times. The work is done when *both* are."
-        return f"{case}: expected {bound_time(flops, nbytes, peak, bandwidth):g} s, got {given:g}."
+        return f"{case}: expected {bound_time(flops, nbytes, peak, bandwidth):g} s, got {time_s:g}."
     return None
 
 

@@ -65,11 +65,11 @@ def operators(tokens: int, width: int) -> list[LayerRow]:
         "MLP up": (width, hidden),
         "MLP down": (hidden, width),
     }
-    made = [
+    rows_of_layer = [
         LayerRow(name, rows * columns, _cost(2 * tokens * rows * columns, rows * columns + tokens * (rows + columns)))
         for name, (rows, columns) in products.items()
     ]
-    made.append(LayerRow("attention", 0, _cost(4 * tokens * x, 4 * x)))
+    rows_of_layer.append(LayerRow("attention", 0, _cost(4 * tokens * x, 4 * x)))
     # name: (how often, elements, FLOPs per element, numbers read and written per element)
     per_element = {
         "norm": (2, x, 4, 2),
@@ -78,8 +78,8 @@ def operators(tokens: int, width: int) -> list[LayerRow]:
         "activation": (1, tokens * hidden, 4, 2),
     }
     for name, (times, elements, flops, numbers) in per_element.items():
-        made += [LayerRow(name, 0, _cost(flops * elements, numbers * elements))] * times
-    return made
+        rows_of_layer += [LayerRow(name, 0, _cost(flops * elements, numbers * elements))] * times
+    return rows_of_layer
 
 
 def _cost(flops: int, numbers: int) -> Cost:

@@ -125,7 +125,7 @@ class Swapped(NamedTuple):
 
     before: Any
     after: Any
-    given: Any
+    returned: Any
     calls: WatchedCalls
 
 
@@ -148,7 +148,7 @@ def why_not_swap(function: Callable[[Communicator, Any, int], Any]) -> str | Non
 
 
 def _why_wrong(rank: int, swapped: Swapped) -> str | None:
-    before, given, other = swapped.before, swapped.given, rank ^ 1
+    before, returned, other = swapped.before, swapped.returned, rank ^ 1
     if swapped.calls.used_collective:
         return (
             f"Rank {rank} called a collective, for which all ranks must come together, and everybody's arrays move. "
@@ -159,18 +159,18 @@ def _why_wrong(rank: int, swapped: Swapped) -> str | None:
             f"Rank {rank}'s own array was overwritten: it was received into the array that is sent. Receive into a new "
             "one, `np.empty_like(mine)`."
         )
-    if np.shape(given) != before.shape:
-        return f"Rank {rank} got {given!r}: return the array that came from rank {other}."
-    if given.dtype != before.dtype:
+    if np.shape(returned) != before.shape:
+        return f"Rank {rank} got {returned!r}: return the array that came from rank {other}."
+    if returned.dtype != before.dtype:
         return (
-            f"Rank {rank} got {given.dtype} numbers where rank {other} had sent {before.dtype}: messages are bytes, "
+            f"Rank {rank} got {returned.dtype} numbers where rank {other} had sent {before.dtype}: messages are bytes, "
             "and a box of another dtype reads them as other numbers. Receive into `np.empty_like(mine)`."
         )
-    if np.array_equal(given, before):
+    if np.array_equal(returned, before):
         return f"Rank {rank} got its own array back: both directions are needed, each rank sends and receives."
-    if not np.array_equal(given, np.full(3, other)):
+    if not np.array_equal(returned, np.full(3, other)):
         return (
-            f"Rank {rank} got {given.tolist()} where rank {other} had sent {[other] * 3}: it was read before it had "
+            f"Rank {rank} got {returned.tolist()} where rank {other} had sent {[other] * 3}: it was read before it had "
             "come. Wait for the receive before you return."
         )
     return None
@@ -179,8 +179,8 @@ def _why_wrong(rank: int, swapped: Swapped) -> str | None:
 def _try(comm: Communicator, function: Callable[[Communicator, Any, int], Any]) -> Swapped:
     mine = np.full(3, comm.rank)
     before = mine.copy()
-    given, calls = watched(comm, lambda: function(comm, mine, comm.rank ^ 1))
-    return Swapped(before, mine.copy(), np.array(given), calls)
+    returned, calls = watched(comm, lambda: function(comm, mine, comm.rank ^ 1))
+    return Swapped(before, mine.copy(), np.array(returned), calls)
 
 
 SWAP = code(

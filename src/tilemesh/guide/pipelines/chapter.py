@@ -33,12 +33,12 @@ from tilemesh.plan import search
 lesson = Lesson("7")
 predict = lesson.predict
 lesson.source(work.pipelined)
-items, whole, slowest = 12, sum(work.STAGES.values()), max(work.STAGES.values())
+items, item_s, slowest = 12, sum(work.STAGES.values()), max(work.STAGES.values())
 guess = predict(
     f"time of {items} items through four stages of 10, 5, 15 and 5 ms, pipelined",
     name=f"{items} items, pipelined",
     unit="s",
-    model=whole + (items - 1) * slowest,
+    model=item_s + (items - 1) * slowest,
 )
 in_order, alone_s = work.one_by_one(items)
 done, pipelined_s, inside_s = work.pipelined(items)
@@ -63,13 +63,13 @@ stages, microbatches = 4, 8
 
 def show(name: str) -> tuple[float, list[float]]:
     """Prove, time and draw a schedule; its bubble and what each rank keeps."""
-    made = build(name, stages, microbatches)
-    check(made)
-    given = PassTimes()
-    timeline = simulate(made, given.times(made), keep_slots=True)
-    curves = draw.curves(made, timeline, memory_curve(made, given.sizes(made)))
-    print(draw.text(made, timeline, curves, columns=max(60, min(118, lesson.console.width - 1))))
-    return timeline.bubble, memory_peaks(made, given.sizes(made))
+    program = build(name, stages, microbatches)
+    check(program)
+    passes = PassTimes()
+    timeline = simulate(program, passes.times(program), keep_slots=True)
+    curves = draw.curves(program, timeline, memory_curve(program, passes.sizes(program)))
+    print(draw.text(program, timeline, curves, columns=max(60, min(118, lesson.console.width - 1))))
+    return timeline.bubble, memory_peaks(program, passes.sizes(program))
 
 
 guess = predict(
@@ -128,16 +128,16 @@ except UsageError as error:
 # %%
 lesson.source(work.run_schedule)
 for name in ("gpipe", "1f1b", "interleaved"):
-    made = build(name, stages, microbatches)
-    problem = work.make(made.chunks, microbatches)
+    program = build(name, stages, microbatches)
+    problem = work.make(program.chunks, microbatches)
     expected = work.gradients_alone(problem)
-    results = run_threads(stages, partial(work.run_schedule, program=made, problem=problem))
+    results = run_threads(stages, partial(work.run_schedule, program=program, problem=problem))
     apart = max(float(np.abs(value - expected[chunk]).max()) for sums, _ in results for chunk, value in sums.items())
     most = [count for _, count in results]
     print(f"{name}: gradients at most {apart:.1e} from one process; activations kept by rank {most}")
     assert apart < 1e-12
-    share = made.chunks // made.ranks
-    assert most == [round(peak * share) for peak in memory_peaks(made, PassTimes().sizes(made))]
+    share = program.chunks // program.ranks
+    assert most == [round(peak * share) for peak in memory_peaks(program, PassTimes().sizes(program))]
 
 # %% [markdown]
 # With a GPU the executor runs on its tensors, too. Stages that share one GPU only show that it is right: they gain

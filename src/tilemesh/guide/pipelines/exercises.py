@@ -125,28 +125,28 @@ def why_not_1f1b(function: Callable[[int, int, int], Any]) -> str | None:
             places = {action.kind: place for place, action in enumerate(actions) if action.microbatch == microbatch}
             if places["B"] < places["F"]:
                 return f"Rank {rank} does B{microbatch} before F{microbatch}: backward needs what forward kept."
-    given = StepProgram("yours", loop(stages), microbatches, tuple(map(tuple, lists)))
+    yours = StepProgram("yours", loop(stages), microbatches, tuple(map(tuple, lists)))
     try:
-        check(given)
+        check(yours)
     except UsageError as error:
         return f"The checker refuses it: {error}"
-    return _slower_or_larger(given, build("1f1b", stages, microbatches))
+    return _slower_or_larger(yours, build("1f1b", stages, microbatches))
 
 
 def _actions(rank: int, words: Sequence[str]) -> list[Action]:
-    made = []
+    actions = []
     for word in words:
         text = str(word)
         if text[:1] not in ("F", "B") or not text[1:].isdecimal():
             raise UsageError(f"Rank {rank} has '{word}' in its list: expected F or B and a number, such as F0")
-        made.append(Action("F" if text[0] == "F" else "B", rank, int(text[1:])))
-    return made
+        actions.append(Action("F" if text[0] == "F" else "B", rank, int(text[1:])))
+    return actions
 
 
-def _slower_or_larger(given: StepProgram, wanted: StepProgram) -> str | None:
-    times, sizes = StepTimes.even(given.chunks, 1.0, 1.0, 1.0), StepBytes.activations(given.chunks)
-    ours, theirs = simulate(given, times).total_s, simulate(wanted, times).total_s
-    kept, least = memory_peaks(given, sizes), memory_peaks(wanted, sizes)
+def _slower_or_larger(yours: StepProgram, wanted: StepProgram) -> str | None:
+    times, sizes = StepTimes.even(yours.chunks, 1.0, 1.0, 1.0), StepBytes.activations(yours.chunks)
+    ours, theirs = simulate(yours, times).total_s, simulate(wanted, times).total_s
+    kept, least = memory_peaks(yours, sizes), memory_peaks(wanted, sizes)
     if ours > theirs and kept[0] < least[0]:
         return (
             f"It is right but takes {ours:g} where 1F1B takes {theirs:g}: too few microbatches are under way. The "
@@ -160,12 +160,12 @@ def _slower_or_larger(given: StepProgram, wanted: StepProgram) -> str | None:
         )
     if kept == least:
         return None
-    if all(peak == given.microbatches for peak in kept):
+    if all(peak == yours.microbatches for peak in kept):
         return (
-            f"This is GPipe: as fast, but every rank keeps all {given.microbatches} microbatches. Do a backward pass "
+            f"This is GPipe: as fast, but every rank keeps all {yours.microbatches} microbatches. Do a backward pass "
             "as soon as there is one to do."
         )
-    rank = next(rank for rank in range(given.ranks) if kept[rank] != least[rank])
+    rank = next(rank for rank in range(yours.ranks) if kept[rank] != least[rank])
     return (
         f"Rank {rank} keeps {kept[rank]:g} microbatches where {least[rank]:g} are enough: ranks nearer to the end need "
         "fewer forward passes ahead, stages - rank - 1."

@@ -41,11 +41,11 @@ def schedule(name: str, stages: int = 4, microbatches: int = 8) -> str:
     """A schedule on the clock; forward 1, backward 2."""
     program = build(name, stages, microbatches)
     check(program)
-    given = PassTimes()
-    timeline = simulate(program, given.times(program), keep_slots=True)
-    held = memory_curve(program, given.sizes(program))
-    title = f"{name}: {timeline.bubble:.1%} bubble, at most {max(map(max, held)):g} microbatches kept"
-    return step_svg(program, timeline, curves(program, timeline, held), title)
+    passes = PassTimes()
+    timeline = simulate(program, passes.times(program), keep_slots=True)
+    memory = memory_curve(program, passes.sizes(program))
+    title = f"{name}: {timeline.bubble:.1%} bubble, at most {max(map(max, memory)):g} microbatches kept"
+    return step_svg(program, timeline, curves(program, timeline, memory), title)
 
 
 def bubble(stages: int = 8) -> str:

@@ -89,8 +89,8 @@ def make(chunks: int, microbatches: int, width: int = 6, samples: int = 3) -> Pi
     random = np.random.default_rng(7)
     shapes = (width, width), (samples, width), (samples, width)
     counts = chunks, microbatches, microbatches
-    made = [[random.normal(size=shape) for _ in range(count)] for shape, count in zip(shapes, counts, strict=True)]
-    return PipelineProblem(*made)
+    arrays = [[random.normal(size=shape) for _ in range(count)] for shape, count in zip(shapes, counts, strict=True)]
+    return PipelineProblem(*arrays)
 
 
 def gradients_alone(problem: PipelineProblem) -> list[Array]:
@@ -169,8 +169,8 @@ def _tag(kind: str, chunk: int, microbatch: int, program: StepProgram) -> int:
 
 def gpu_row(device: str, stages: int = 4, microbatches: int = 8, width: int = 512) -> tuple[Row, float]:
     """`run_schedule` with 1F1B by stages that share a GPU; the row, and how far gradients are from one process's."""
-    made = build("1f1b", stages, microbatches)
-    host = make(made.chunks, microbatches, width, samples=width)
+    program = build("1f1b", stages, microbatches)
+    host = make(program.chunks, microbatches, width, samples=width)
     scaled = [weight / width**0.5 for weight in host.weights]  # so that tanh does not saturate
     lists = (scaled, host.inputs, host.output_gradients)
     problem = PipelineProblem(*([on_gpu.moved(device, array) for array in arrays] for arrays in lists))
@@ -180,7 +180,7 @@ def gpu_row(device: str, stages: int = 4, microbatches: int = 8, width: int = 51
         device,
         stages,
         lambda: gradients_alone(problem),
-        lambda comm: run_schedule(comm, made, problem),
+        lambda comm: run_schedule(comm, program, problem),
         sizes={"microbatches": microbatches, "width": width},
         flops=3 * 2.0 * width**3 * stages * microbatches,
         added_s=messages * on_gpu.message_seconds(device, width * width * 8),

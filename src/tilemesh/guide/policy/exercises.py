@@ -107,13 +107,13 @@ def why_not_gae(function: Callable[..., Any]) -> str | None:
         task = f"rewards {rewards}, values {values}, γ {discount}, λ {decay}"
         if len(result) != count:
             return f"{task}: {len(result)} advantages for {count} tokens."
-        for place, (given, wanted) in enumerate(zip(result, right, strict=True)):
-            if abs(given - wanted) > 1e-9:
+        for place, (value, wanted) in enumerate(zip(result, right, strict=True)):
+            if abs(value - wanted) > 1e-9:
                 hint = (
                     f"the last token has nothing after it: r - V = {steps[-1]:g}" if place == count - 1 else
                     f"its own step r + γ V(next) - V is {steps[place]:g}, and γλ times the next advantage comes on top"
                 )  # fmt: skip
-                return f"{task}: token {place} gets {given:g}, not {wanted:g}: {hint}."
+                return f"{task}: token {place} gets {value:g}, not {wanted:g}: {hint}."
     return None
 
 

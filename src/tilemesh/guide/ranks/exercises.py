@@ -99,9 +99,9 @@ def why_not_groups(function: Callable[[int, int, int], Any]) -> str | None:
     for dp, tp in ((2, 4), (3, 2), (2, 2), (1, 4)):
         for rank in range(dp * tp):
             expected = groups_of(rank, dp, tp)
-            given = function(rank, dp, tp)
+            groups = function(rank, dp, tp)
             try:
-                tensor, data = (sorted(int(member) for member in group) for group in given)
+                tensor, data = (sorted(int(member) for member in group) for group in groups)
             except Exception as error:
                 return f"groups_of({rank}, dp={dp}, tp={tp}) did not return two lists of ranks: {error!r}"
             if (tensor, data) == expected:
@@ -110,20 +110,20 @@ def why_not_groups(function: Callable[[int, int, int], Any]) -> str | None:
     return None
 
 
-def _reason(rank: int, dp: int, tp: int, given: Groups) -> str:
+def _reason(rank: int, dp: int, tp: int, groups: Groups) -> str:
     expected = groups_of(rank, dp, tp)
-    if given == (expected[1], expected[0]):
+    if groups == (expected[1], expected[0]):
         return "the two groups are right but in the other order: the tensor-parallel group comes first."
-    if [sorted({*group, rank}) for group in given] == list(expected):
+    if [sorted({*group, rank}) for group in groups] == list(expected):
         return "the rank itself is missing: it is a member of its own groups."
-    if given == local_numbers(rank, dp, tp):
+    if groups == local_numbers(rank, dp, tp):
         return "these are numbers *inside* the groups, from 0 on in each. The function returns ranks of the world."
-    if given == data_major(rank, dp, tp):
+    if groups == data_major(rank, dp, tp):
         return (
             "this lays neighbouring ranks along dp. In this project tp varies fastest (model-major): ranks 0 to tp-1 "
             "share one copy of the model, because they talk most and should be closest together."
         )
-    return f"expected {expected[0]} and {expected[1]}, got {given[0]} and {given[1]}. Use rank // tp and rank % tp."
+    return f"expected {expected[0]} and {expected[1]}, got {groups[0]} and {groups[1]}. Use rank // tp and rank % tp."
 
 
 GROUPS = code(

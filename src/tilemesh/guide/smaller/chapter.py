@@ -29,8 +29,8 @@ model = Transformer(work.SHAPE, seed=0)
 work.train(model, 260)
 model.eval()
 plain = work.quality(model)
-found = f"{plain.right:.1%} of unseen sequences sorted without a fault, loss {plain.loss:.4f}"
-print(f"{work.weights_of(model):,} weights; {found}")
+quality = f"{plain.right:.1%} of unseen sequences sorted without a fault, loss {plain.loss:.4f}"
+print(f"{work.weights_of(model):,} weights; {quality}")
 assert plain.right > 0.7
 
 # %% [markdown]
@@ -56,10 +56,10 @@ for bits in (8, 4, 3, 2):
 
 # %%
 tokens = work.sequences(64, 77)[:, :-1]
-results, held = {}, {"fp32": work.held_bytes(model)}
+results, bytes_held = {}, {"fp32": work.held_bytes(model)}
 for recipe in ("int8", "int4-tensor", "int4-g16", "int3-g16", "int2-g16", "int2-g16-gptq"):
     rounded = quantize(model, recipe, tokens)
-    results[recipe], held[recipe] = work.quality(rounded), work.held_bytes(rounded)
+    results[recipe], bytes_held[recipe] = work.quality(rounded), work.held_bytes(rounded)
     print(f"{recipe:>14}: {results[recipe].right:.1%} right, loss {results[recipe].loss:.4f}")
 assert abs(results["int8"].right - plain.right) < 0.03
 assert results["int2-g16"].loss > plain.loss
@@ -132,10 +132,10 @@ for words, teacher in (("alone", None), ("with the teacher", model)):
 
 # %%
 print("                    bytes  of fp32    right")
-held["int2-g16, QAT"] = held["int2-g16"]
+bytes_held["int2-g16, QAT"] = bytes_held["int2-g16"]
 for name, result in {"fp32": plain, **results, "int2-g16, QAT": aware}.items():
-    share = held[name] / held["fp32"]
-    print(f"{name:>14} {held[name]:>10,} {share:>8.0%} {result.right:>8.1%}  {'█' * round(32 * share)}")
+    share = bytes_held[name] / bytes_held["fp32"]
+    print(f"{name:>14} {bytes_held[name]:>10,} {share:>8.0%} {result.right:>8.1%}  {'█' * round(32 * share)}")
 assert torch.isfinite(torch.tensor([result.loss for result in results.values()])).all()
 
 # %% [markdown]

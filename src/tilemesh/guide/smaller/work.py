@@ -66,8 +66,8 @@ def train(model: Transformer, steps: int, lr: float = 3e-3, seed: int = 0, teach
 def quality(model: Transformer) -> Quality:
     tokens = sequences(512, 0)
     with torch.no_grad():
-        found = model(tokens[:, :-1])[:, DIGITS:].argmax(-1)
-        right = (found == tokens[:, DIGITS + 1 :]).all(1).double().mean()
+        predicted = model(tokens[:, :-1])[:, DIGITS:].argmax(-1)
+        right = (predicted == tokens[:, DIGITS + 1 :]).all(1).double().mean()
         return Quality(float(right), float(loss_of(model, tokens)))
 
 

@@ -24,7 +24,7 @@ lesson = Lesson("6")
 predict = lesson.predict
 lesson.source(work.alone)
 problem = work.make(tokens=16, width=12, hidden=32)
-whole = work.alone(problem)
+alone = work.alone(problem)
 
 # %% [markdown]
 # Two products forward, four backward: each forward product has *two* backward ones, for its input and for its matrix.
@@ -36,8 +36,8 @@ whole = work.alone(problem)
 # %%
 lesson.source(work.by_rows)
 rows = run_threads(2, partial(work.by_rows, p=problem))
-assert work.distance([result.z_TD for result in rows], whole.z_TD, 0) < 1e-12
-assert work.distance([result.da_DF for result in rows], whole.da_DF, -1) < 1e-12
+assert work.distance([result.z_TD for result in rows], alone.z_TD, 0) < 1e-12
+assert work.distance([result.da_DF for result in rows], alone.da_DF, -1) < 1e-12
 
 # %% [markdown]
 # ## Columns, then rows
@@ -58,10 +58,10 @@ guess = predict(
 cut = run_threads(ranks, partial(work.columns_then_rows, p=problem))
 lesson.show(guess, float(cut[0].forward_bytes),
             missing={"limit": "the least depends on what may stay cut"}, figure="counted")  # fmt: skip
-assert work.distance([result.z_TD for result in cut], whole.z_TD, -1) < 1e-12
-assert work.distance([result.dx_TD for result in cut], whole.dx_TD, -1) < 1e-12
-assert work.distance([result.da_DF for result in cut], whole.da_DF, 1) < 1e-12  # gradients are cut like their matrices
-assert work.distance([result.db_FD for result in cut], whole.db_FD, 0) < 1e-12
+assert work.distance([result.z_TD for result in cut], alone.z_TD, -1) < 1e-12
+assert work.distance([result.dx_TD for result in cut], alone.dx_TD, -1) < 1e-12
+assert work.distance([result.da_DF for result in cut], alone.da_DF, 1) < 1e-12  # gradients are cut like their matrices
+assert work.distance([result.db_FD for result in cut], alone.db_FD, 0) < 1e-12
 assert cut[0].forward_bytes == cut[0].backward_bytes == 2 * array_bytes * (ranks - 1) // ranks
 
 # %% [markdown]
@@ -102,9 +102,9 @@ guess = predict(
 split = run_threads(ranks, partial(work.with_sequence, p=problem))
 lesson.show(guess, float(split[0].backward_bytes),
             missing={"limit": "the least depends on what may be kept"}, figure="counted")  # fmt: skip
-assert work.distance([result.z_TD for result in split], whole.z_TD, 0) < 1e-12
-assert work.distance([result.dx_TD for result in split], whole.dx_TD, 0) < 1e-12
-assert work.distance([result.da_DF for result in split], whole.da_DF, 1) < 1e-12
+assert work.distance([result.z_TD for result in split], alone.z_TD, 0) < 1e-12
+assert work.distance([result.dx_TD for result in split], alone.dx_TD, 0) < 1e-12
+assert work.distance([result.da_DF for result in split], alone.da_DF, 1) < 1e-12
 assert (split[0].forward_bytes, split[0].backward_bytes) == (2 * half, 3 * half)
 
 # %% [markdown]

@@ -100,11 +100,11 @@ def _part(length: int, comm: Communicator) -> slice:
     return slice(comm.rank * share, (comm.rank + 1) * share)
 
 
-def distance(parts: list[Array], whole: Array, axis: int) -> float:
+def distance(parts: list[Array], expected: Array, axis: int) -> float:
     """How far parts, joined along an axis, are from the whole; axis -1: every part is the whole."""
     if axis < 0:
-        return max(float(np.abs(part - whole).max()) for part in parts)
-    return float(np.abs(np.concatenate(parts, axis) - whole).max())
+        return max(float(np.abs(part - expected).max()) for part in parts)
+    return float(np.abs(np.concatenate(parts, axis) - expected).max())
 
 
 def gpu_row(device: str, tokens: int = 1024, width: int = 1024, hidden: int = 4096) -> tuple[Row, float]:
@@ -112,7 +112,7 @@ def gpu_row(device: str, tokens: int = 1024, width: int = 1024, hidden: int = 40
     host = make(tokens, width, hidden)
     problem = BlockProblem(*(on_gpu.moved(device, array) for array in (host.x_TD, host.a_DF, host.b_FD, host.dz_TD)))
     ranks, summed_bytes = 2, 2 * tokens * width * 8  # z forward, dx backward
-    row, whole, cut = on_gpu.shared_row(
+    row, expected, cut = on_gpu.shared_row(
         "column, row: step on the GPU",
         device,
         ranks,
@@ -123,9 +123,9 @@ def gpu_row(device: str, tokens: int = 1024, width: int = 1024, hidden: int = 40
         added_s=ranks * on_gpu.staging_seconds(device, summed_bytes) + on_gpu.summing_seconds(ranks, summed_bytes),
     )
     apart = [
-        distance([part.z_TD.cpu().numpy() for part in cut], whole.z_TD.cpu().numpy(), -1),
-        distance([part.dx_TD.cpu().numpy() for part in cut], whole.dx_TD.cpu().numpy(), -1),
-        distance([part.da_DF.cpu().numpy() for part in cut], whole.da_DF.cpu().numpy(), 1),
-        distance([part.db_FD.cpu().numpy() for part in cut], whole.db_FD.cpu().numpy(), 0),
+        distance([part.z_TD.cpu().numpy() for part in cut], expected.z_TD.cpu().numpy(), -1),
+        distance([part.dx_TD.cpu().numpy() for part in cut], expected.dx_TD.cpu().numpy(), -1),
+        distance([part.da_DF.cpu().numpy() for part in cut], expected.da_DF.cpu().numpy(), 1),
+        distance([part.db_FD.cpu().numpy() for part in cut], expected.db_FD.cpu().numpy(), 0),
     ]
     return row, max(apart)

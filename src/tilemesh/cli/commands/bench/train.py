@@ -74,10 +74,10 @@ def train(options: TrainBenchOptions) -> Output:
         say=console.print,
     )
     rows = train_rows(config, compared, predicted, gpus, also)
-    asked = "train " + (options.config or DEFAULT_PRESET)
+    command = "train " + (options.config or DEFAULT_PRESET)
     after = after_layout(
         config,
-        lambda changes: f"bench {asked} --also {shlex.quote(','.join(changes))}",
+        lambda changes: f"bench {command} --also {shlex.quote(','.join(changes))}",
         again("--profile profile").words,
     )
     return Output([rows], rows, next=after)

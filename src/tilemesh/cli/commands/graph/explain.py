@@ -186,12 +186,12 @@ def _page(program: str, drawn: str, record: dict[str, Any], device: str, more: S
         for rule in record["rules"]
     ]  # fmt: skip
     table = PageTable(("Rule", "Times", "Operators fewer", "Bytes less", f"Predicted on {device}"), rules)
-    whole = el("div", Html(drawn), style="overflow-x:auto")
+    picture = el("div", Html(drawn), style="overflow-x:auto")
     rewriting = [*(el("p", f"{name}: {_words(record[name], device)}") for name in ("before", "after")), grid(table)]
     if more:  # placed: what was rewritten before, and every operator, are for those who look closer
         rewriting = [el("details", el("summary", "Rewriting before it was placed"), *rewriting)]
-        whole = el("details", el("summary", "Every operator"), whole)
-    body = join(el("h1", f"The graph of {program}"), *more, *rewriting, whole)
+        picture = el("details", el("summary", "Every operator"), picture)
+    body = join(el("h1", f"The graph of {program}"), *more, *rewriting, picture)
     return page(f"The graph of {program}", body)
 
 
@@ -216,8 +216,8 @@ def _words(figures: Any, device: str) -> str:
     )
 
 
-def _graph_lines(title: str, graph: Graph, whole: bool) -> list[str]:
+def _graph_lines(title: str, graph: Graph, is_whole: bool) -> list[str]:
     lines = str(graph).splitlines()
-    if not whole and len(lines) > LINES:
+    if not is_whole and len(lines) > LINES:
         lines = [*lines[: LINES - 2], f"  … {len(lines) - LINES + 1} more lines: --whole", lines[-1]]
     return [f"{title}:", *lines, ""]

@@ -150,7 +150,7 @@ def _program(options: DrawOptions, times: PassTimes) -> StepProgram:
 
 
 def _words(program: StepProgram, timeline: Timeline, curves: Sequence[drawing.Curve], times: PassTimes) -> str:
-    per_rank = max(len(held) for held in program.placement.held)
+    per_rank = max(len(chunks) for chunks in program.placement.held)
     peaks = [max(value for _, value in curve) for curve in curves]
     cut = ""
     if program.slices > 1:

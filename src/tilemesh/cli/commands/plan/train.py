@@ -151,7 +151,7 @@ def _search(options: TrainPlanOptions, model: ModelConfig, cluster: str) -> tupl
     if profile is not None:
         code, (machines, rates) = profile.code, profile.on(machines, rates)
 
-    def found(pins: Pins, accepts: Accepts | None) -> SearchResult:
+    def find(pins: Pins, accepts: Accepts | None) -> SearchResult:
         return search(
             model,
             machines,
@@ -168,7 +168,7 @@ def _search(options: TrainPlanOptions, model: ModelConfig, cluster: str) -> tupl
         )
 
     try:
-        result = found(pins, None) if engine is None else best_for(engine, options, model, machines, pins, found)
+        result = find(pins, None) if engine is None else best_for(engine, options, model, machines, pins, find)
         return result, profile or SOFTWARE[result.estimator().clock.code(result.best.plan)]
     except NothingFitsError as error:
         show(Output(json=[plan_figures(model, machines.name, pins, 0, error.smallest) | origin()]), options)

@@ -85,7 +85,7 @@ def _repeated(
 def find_block(ranks: int, legs: Legs) -> list[tuple[int, int, int, int]] | None:
     """Slots of F, F, I, I of the first microbatch on every rank, with the least delay at the V's turns."""
     last = ranks - 1
-    for delays in sorted(product(range(_MOST_DELAY), repeat=3), key=lambda given: (sum(given), given)):
+    for delays in sorted(product(range(_MOST_DELAY), repeat=3), key=lambda each: (sum(each), each)):
         up = last * legs[0] + 1 + delays[0]
         back = up + last * legs[1] + 1 + delays[1]
         home = back + last * legs[2] + 1 + delays[2]
