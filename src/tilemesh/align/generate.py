@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from tilemesh.align.formulas.rollout import Rollout
 from tilemesh.core.errors import RunError
-from tilemesh.measure.gpu import without_collection
+from tilemesh.measure.timing import without_collection
 from tilemesh.model.fresh import give_memory
 from tilemesh.model.kinds import Adapted, projections
 from tilemesh.model.transformer import Transformer

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -326,21 +327,10 @@ class ParallelPlan(StepSettings, ModelPlacement):
 
     def short(self) -> str:
         """In a few words: the mesh and what sets it apart."""
-        parts = [self.mesh_words]
-        if self.ep > 1:
-            parts.append(self._ep())
-        if self.sequence_parallel:
-            parts.append("sequence parallel")
-        if self.zero:
-            parts.append(self._zero())
-        if self.pp > 1:
-            parts.append(self.schedule_name + (f" {self.interleave}" if self.interleave > 1 else ""))
-        parts.append(f"microbatch {self.microbatch}")
-        if self.recompute != "none":
-            parts.append(self._recomputation())
-        if self.offload:
-            parts.append(f"{' and '.join(self.offloads)} on the host")
-        return ", ".join(parts)
+        sharing = [*self._ep(), *self._sharing()]
+        return ", ".join(
+            [self.mesh_words, *sharing, *self._schedule(), f"microbatch {self.microbatch}", *self._memory()]
+        )
 
     def describe(self, servers: int = 0) -> str:
         """One line for people; what is off or has no effect is left out. `servers`: ranks beside those of the plan."""
@@ -349,31 +339,35 @@ class ParallelPlan(StepSettings, ModelPlacement):
             each = "" if self.world == self.dp else f" of tp {self.tp} x pp {self.pp}"
             workers = f"{self.dp} worker{'s' * (self.dp > 1)} (dp){each}"
             parts = [f"{workers} + {servers} server{'s' * (servers > 1)} = {self.world + servers} ranks"]
-        if self.ep > 1:
-            parts.append(self._ep())
+        parts += self._ep()
         if self.cp > 1 and self.cp_exchange != "ring":
             parts.append(f"cp by {self.cp_exchange}")
-        if self.sequence_parallel:
-            parts.append("sequence parallel")
-        if self.zero:
-            parts.append(self._zero())
-        parts.append(f"batch {self.batch} ({self.accumulation} x {self.microbatch} per replica)")
-        if self.pp > 1:
-            parts.append(self.schedule_name + (f" {self.interleave}" if self.interleave > 1 else ""))
+        parts += [*self._sharing(), f"batch {self.batch} ({self.accumulation} x {self.microbatch} per replica)"]
+        parts += self._schedule()
         if len(set(self.chunk_layers)) > 1:
             parts.append(f"layers {'+'.join(map(str, self.chunk_layers))}")
+        return ", ".join([*parts, *self._memory(), f"{self.attention} attention", self.precision])
+
+    def _ep(self) -> Iterator[str]:
+        if self.ep > 1:
+            yield f"ep {self.ep}" + f" of expert_tp {self.expert_tp}" * self.routes_apart
+
+    def _sharing(self) -> Iterator[str]:
+        if self.sequence_parallel:
+            yield "sequence parallel"
+        if self.zero:
+            yield f"ZeRO-{self.zero}" + (f" within {self.zero_group} replicas" if self.zero_group else "")
+
+    def _schedule(self) -> Iterator[str]:
+        if self.pp > 1:
+            yield self.schedule_name + (f" {self.interleave}" if self.interleave > 1 else "")
+
+    def _memory(self) -> Iterator[str]:
+        """Recomputation and offload."""
         if self.recompute != "none":
-            parts.append(self._recomputation())
+            yield self._recomputation()
         if self.offload:
-            parts.append(f"{' and '.join(self.offloads)} on the host")
-        parts += [f"{self.attention} attention", self.precision]
-        return ", ".join(parts)
-
-    def _ep(self) -> str:
-        return f"ep {self.ep}" + f" of expert_tp {self.expert_tp}" * self.routes_apart
-
-    def _zero(self) -> str:
-        return f"ZeRO-{self.zero}" + (f" within {self.zero_group} replicas" if self.zero_group else "")
+            yield f"{' and '.join(self.offloads)} on the host"
 
     def _recomputation(self) -> str:
         every = "" if self.recompute_every == 1 else f" every {self.recompute_every} layers"

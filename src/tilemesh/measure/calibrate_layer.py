@@ -17,10 +17,13 @@ from torch.nn import functional
 
 from tilemesh.core.calibration import Part
 from tilemesh.core.hardware import CPU
-from tilemesh.measure.calibrate_operators import NO_LIMIT, NO_PEER, torch_threads, vector_bytes
-from tilemesh.measure.figure import MATMUL_SHARE, MEMORY_SHARE, Figure, FigureOutcome, best
-from tilemesh.measure.row import CaseValue
-from tilemesh.measure.timing import compare, settle
+from tilemesh.measure.calibrate_operators import (
+    AVX2_BYTES,
+    operator_figure,
+    timed_operator,
+    vector_bytes,
+)
+from tilemesh.measure.figure import MATMUL_SHARE, MEMORY_SHARE, Figure, FigureOutcome
 
 NARROW = (32, 64, 128, 256)
 """Smaller dims of the products that are timed; the other is 128 or, beyond, the same. Wider ones approach the peak."""
@@ -36,42 +39,20 @@ BLOCK_CALLS = 200
 """Calls of one layer, forward and backward, as the planner counts them; a test holds the two to each other."""
 BLOCKS = 4
 
-_AVX2_BYTES = 32
-
 
 def layer_figures(part: Part, cores: int, seconds: float) -> list[Figure]:
     """Predicted, not yet measured."""
-    peak = MATMUL_SHARE * CPU.peak_flops_per_s["fp32"] * cores / CPU.sm_count * vector_bytes() / _AVX2_BYTES
+    peak = MATMUL_SHARE * CPU.peak_flops_per_s["fp32"] * cores / CPU.sm_count * vector_bytes() / AVX2_BYTES
     stream = MEMORY_SHARE * min(1.0, cores / 2) * CPU.memory_bytes_per_s
     figures = [
-        _figure(part, cores, "projection_flops_per_s", "FLOP/s", peak,
+        operator_figure(part, cores, "projection_flops_per_s", "FLOP/s", peak,
                 partial(_projection, width, backward, cores, seconds), f"{word}-{width}")
         for width in NARROW for backward, word in ((False, "forward"), (True, "backward"))
     ]  # fmt: skip
-    figures.append(_figure(part, cores, "rows_bytes_per_s", "B/s", stream, partial(_norm, cores, seconds)))
-    figures.append(_figure(part, cores, "halves_bytes_per_s", "B/s", stream, partial(_turn, cores, seconds)))
-    figures.append(_figure(part, cores, "operation_s", "s", CPU.launch_s, partial(_block, cores, 2 * seconds)))
+    figures.append(operator_figure(part, cores, "rows_bytes_per_s", "B/s", stream, partial(_norm, cores, seconds)))
+    figures.append(operator_figure(part, cores, "halves_bytes_per_s", "B/s", stream, partial(_turn, cores, seconds)))
+    figures.append(operator_figure(part, cores, "operation_s", "s", CPU.launch_s, partial(_block, cores, 2 * seconds)))
     return figures
-
-
-def _figure(
-    part: Part, cores: int, rate: str, unit: str, predicted: float, measure: Callable[[], FigureOutcome], key: str = ""
-) -> Figure:
-    case: dict[str, CaseValue] = {"cores": cores, "dtype": "fp32"}
-    if key:
-        case["pass"] = key
-    missing = {"limit": NO_LIMIT, "peers": NO_PEER}
-    return Figure(
-        part=part, rate=rate, name=rate.partition("_")[0], case=case, unit=unit, predicted=predicted, limit=None,
-        missing=missing, measure=measure, key=key,
-    )  # fmt: skip
-
-
-def _timed(name: str, call: Callable[[int], object], cores: int, seconds: float, amount: float | None) -> FigureOutcome:
-    with torch_threads(cores):
-        settle()
-        result = compare({name: call}, repeats=9, warmup=1, seconds=seconds)
-    return best(result, amount)
 
 
 def _projection(width: int, backward: bool, cores: int, seconds: float) -> FigureOutcome:
@@ -90,7 +71,7 @@ def _projection(width: int, backward: bool, cores: int, seconds: float) -> Figur
         return torch.mm(gs[place], ws[place]), torch.mm(gs[place].t(), xs[place])
 
     flops = 2.0 * TOKENS * width * other
-    return _timed("mm", back if backward else forward, cores, seconds, 2 * flops if backward else flops)
+    return timed_operator("mm", back if backward else forward, cores, seconds, 2 * flops if backward else flops)
 
 
 def _norm(cores: int, seconds: float) -> FigureOutcome:
@@ -101,7 +82,7 @@ def _norm(cores: int, seconds: float) -> FigureOutcome:
         y = functional.rms_norm(x, (128,), gain, 1e-5)
         return torch.autograd.grad(y, (x, gain), gradient)
 
-    return _timed("rms_norm", both, cores, seconds, NORM_MOVES * 4.0 * x.numel())
+    return timed_operator("rms_norm", both, cores, seconds, NORM_MOVES * 4.0 * x.numel())
 
 
 def _turn(cores: int, seconds: float) -> FigureOutcome:
@@ -112,7 +93,7 @@ def _turn(cores: int, seconds: float) -> FigureOutcome:
     def both(index: int) -> object:
         return torch.autograd.grad(_turned(x.transpose(1, 2), cos, sin), x, gradient)
 
-    return _timed("rotary", both, cores, seconds, TURN_MOVES * 4.0 * x.numel())
+    return timed_operator("rotary", both, cores, seconds, TURN_MOVES * 4.0 * x.numel())
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -123,7 +104,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _block(cores: int, seconds: float) -> FigureOutcome:
     """Layers so small that only their calls take time."""
     step = layer_passes(BLOCKS, width=8, hidden=16, heads=2, rows=1, tokens=8)
-    outcome = _timed("layer", lambda index: step(), cores, seconds, None)
+    outcome = timed_operator("layer", lambda index: step(), cores, seconds, None)
     measured = None if outcome.measured is None else outcome.measured.scaled(1 / (BLOCKS * BLOCK_CALLS))
     return FigureOutcome(measured, outcome.peers, outcome.missing, outcome.case)
 

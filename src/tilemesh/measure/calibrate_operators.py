@@ -40,20 +40,24 @@ def operator_figures(part: Part, cores: int, seconds: float) -> list[Figure]:
     lanes = vector_bytes() / 4
     attention = ATTENTION_SHARE * MATMUL_SHARE * CPU.peak_flops_per_s["fp32"] * cores / CPU.sm_count
     figures = [
-        _figure(part, cores, "attention_flops_per_s", "FLOP/s", attention * vector_bytes() / AVX2_BYTES,
+        operator_figure(part, cores, "attention_flops_per_s", "FLOP/s", attention * vector_bytes() / AVX2_BYTES,
                 partial(_attention, width, backward, cores, seconds), f"{_word(backward)}-{width}")
         for width in HEAD_WIDTHS for backward in (False, True)
     ]  # fmt: skip
     stream = MEMORY_SHARE * min(1.0, cores / 2) * CPU.memory_bytes_per_s
-    figures.append(_figure(part, cores, "elementwise_bytes_per_s", "B/s", stream, partial(_product, cores, seconds)))
+    figures.append(
+        operator_figure(part, cores, "elementwise_bytes_per_s", "B/s", stream, partial(_product, cores, seconds))
+    )
     exponentials = cores * CLOCK_HZ * lanes / EXPONENTIAL_STEPS
     figures.append(
-        _figure(part, cores, "exponentials_per_s", "elements/s", exponentials, partial(_activation, cores, seconds))
+        operator_figure(
+            part, cores, "exponentials_per_s", "elements/s", exponentials, partial(_activation, cores, seconds)
+        )
     )
     return figures
 
 
-def _figure(
+def operator_figure(
     part: Part, cores: int, rate: str, unit: str, predicted: float, measure: Callable[[], FigureOutcome], key: str = ""
 ) -> Figure:
     name = rate.partition("_")[0]
@@ -65,6 +69,16 @@ def _figure(
         part=part, rate=rate, name=name, case=case, unit=unit, predicted=predicted, limit=None, missing=missing,
         measure=measure, key=key,
     )  # fmt: skip
+
+
+def timed_operator(
+    name: str, call: Callable[[int], object], cores: int, seconds: float, amount: float | None
+) -> FigureOutcome:
+    """On so many threads: a rate of `amount` per second, or seconds where that is None."""
+    with torch_threads(cores):
+        settle()
+        result = compare({name: call}, repeats=9, warmup=1, seconds=seconds)
+    return best(result, amount)
 
 
 def attention_flops(rows: int, heads: int, context: int, width: int, backward: bool) -> float:
@@ -85,27 +99,19 @@ def _attention(width: int, backward: bool, cores: int, seconds: float) -> Figure
     def back(index: int) -> object:
         return torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)
 
-    with torch_threads(cores):
-        settle()
-        result = compare({"sdpa": back if backward else forward}, repeats=9, warmup=1, seconds=seconds)
-    return best(result, attention_flops(ROWS, HEADS, CONTEXT, width, backward))
+    flops = attention_flops(ROWS, HEADS, CONTEXT, width, backward)
+    return timed_operator("sdpa", back if backward else forward, cores, seconds, flops)
 
 
 def _product(cores: int, seconds: float) -> FigureOutcome:
     """A new tensor each time, as eager code makes them."""
     a, b = torch.rand(ELEMENTS), torch.rand(ELEMENTS)
-    with torch_threads(cores):
-        settle()
-        result = compare({"mul": lambda index: a * b}, repeats=9, warmup=1, seconds=seconds)
-    return best(result, 3 * 4 * ELEMENTS)
+    return timed_operator("mul", lambda index: a * b, cores, seconds, 3 * 4 * ELEMENTS)
 
 
 def _activation(cores: int, seconds: float) -> FigureOutcome:
     x = torch.rand(ELEMENTS)
-    with torch_threads(cores):
-        settle()
-        result = compare({"silu": lambda index: functional.silu(x)}, repeats=9, warmup=1, seconds=seconds)
-    return best(result, ELEMENTS)
+    return timed_operator("silu", lambda index: functional.silu(x), cores, seconds, ELEMENTS)
 
 
 def _word(backward: bool) -> str:

@@ -11,17 +11,16 @@ Inputs that stay in the L2 make every memory-bound kernel look fast, so they rot
 from __future__ import annotations
 
 import functools
-import gc
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from tilemesh.core.energy import EnergyMeter, cpu_counter, gpu_counter
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.measure.timing import Call, LoopTimer, Reading, Ready, reason_of
+from tilemesh.measure.timing import Call, LoopTimer, Reading, Ready, reason_of, without_collection
 
 T = TypeVar("T")
 
@@ -142,18 +141,6 @@ def _capture_stream(index: int) -> torch.cuda.Stream:
     """
     stream: torch.cuda.Stream = torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
     return stream
-
-
-@contextmanager
-def without_collection() -> Iterator[None]:
-    """Python's collector is off: it may end graphs that nobody holds any more, and ending one breaks a capture."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 class CudaGraphs:

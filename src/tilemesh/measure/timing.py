@@ -120,7 +120,8 @@ def compare(
             if check is not None:
                 check.poison(name, prepared.last()[0])
             ready[name] = prepared
-    with _no_garbage_collection():
+    gc.collect()  # in the middle of a reading it would be billed to whoever happened to run
+    with without_collection():
         readings = _rounds(ready, trouble, repeats, seconds)
     if check is not None:
         for name in list(readings):
@@ -182,10 +183,9 @@ def _rounds(ready: Mapping[str, Ready], trouble: _Trouble, repeats: int, seconds
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A collection in the middle of a reading would be billed to whoever happened to run."""
+def without_collection() -> Iterator[None]:
+    """Python's collector is off: it may end what nobody holds any more in the middle of a reading or a capture."""
     was_on = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield

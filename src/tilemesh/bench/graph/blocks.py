@@ -6,8 +6,7 @@ is that none of them is slower than eager.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from tilemesh.bench.graph.models import GptBlock, LlamaBlock, ModelSize
 from tilemesh.bench.graph.study import NOT_PREDICTED, study_row
 from tilemesh.graph.backend import Backend
+from tilemesh.measure.calibrate_operators import torch_threads
 from tilemesh.measure.row import Row
 
 SIZE = ModelSize(width=256, layers=1, heads=4, vocabulary=1024, batch=4, tokens=128, side=32)
@@ -257,23 +257,13 @@ def make_pass(name: str, step: bool) -> BlockPass:
     return BlockPass(module.train(step), inputs, step)
 
 
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def block_rows(seconds: float, place: torch.device) -> list[Row]:
     """Each model forward and as a step, with one and with two threads."""
     rows = []
     for name in BLOCKS:
         for step in (False, True):
             for threads in (1, 2):
-                with _threads(threads):
+                with torch_threads(threads):
                     rows.append(block_row(name, step, threads, seconds, place))
     return rows
 

@@ -67,23 +67,20 @@ BACKWARD = choice(
 
 def ring_gather(comm: Communicator, value: int) -> list[int]:
     """The solution: n-1 times, hand on what came last, and note whose it was."""
-    before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
-    gathered = [0] * comm.size
+    return _gathered(comm, value, comm.size - 1, lambda carried: _round(comm, carried, np.empty_like(carried)))
+
+
+def _gathered(comm: Communicator, value: int, rounds: int, hand_on: Callable[[Any], Any]) -> list[int]:
+    gathered, carried = [0] * comm.size, np.array([value])
     gathered[comm.rank] = value
-    carried = np.array([value])
-    for turn in range(1, comm.size):
-        arriving = np.empty_like(carried)
-        handles = [comm.irecv(arriving, source=before), comm.isend(carried, to=after)]
-        for handle in handles:
-            handle.wait()
-        carried = arriving
+    for turn in range(1, rounds + 1):
+        carried = hand_on(carried)
         gathered[(comm.rank - turn) % comm.size] = int(carried[0])
     return gathered
 
 
-def _round(comm: Communicator, carried: Any) -> Any:
+def _round(comm: Communicator, carried: Any, arriving: Any) -> Any:
     before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
-    arriving = np.empty_like(carried)
     handles = [comm.irecv(arriving, source=before), comm.isend(carried, to=after)]
     for handle in handles:
         handle.wait()
@@ -92,30 +89,22 @@ def _round(comm: Communicator, carried: Any) -> Any:
 
 def own_each_time(comm: Communicator, value: int) -> list[int]:
     """Wrong: sends its own value in every round."""
-    gathered = [0] * comm.size
-    gathered[comm.rank] = value
-    for turn in range(1, comm.size):
-        gathered[(comm.rank - turn) % comm.size] = int(_round(comm, np.array([value]))[0])
-    return gathered
+    own = np.array([value])
+    return _gathered(comm, value, comm.size - 1, lambda carried: _round(comm, own, np.empty_like(own)))
 
 
 def as_they_come(comm: Communicator, value: int) -> list[int]:
     """Wrong: in the order of arrival."""
     gathered, carried = [value], np.array([value])
     for _ in range(comm.size - 1):
-        carried = _round(comm, carried)
+        carried = _round(comm, carried, np.empty_like(carried))
         gathered.append(int(carried[0]))
     return gathered
 
 
 def one_round_short(comm: Communicator, value: int) -> list[int]:
     """Wrong: n-2 rounds."""
-    gathered, carried = [0] * comm.size, np.array([value])
-    gathered[comm.rank] = value
-    for turn in range(1, comm.size - 1):
-        carried = _round(comm, carried)
-        gathered[(comm.rank - turn) % comm.size] = int(carried[0])
-    return gathered
+    return _gathered(comm, value, comm.size - 2, lambda carried: _round(comm, carried, np.empty_like(carried)))
 
 
 def to_everybody(comm: Communicator, value: int) -> list[int]:
@@ -139,17 +128,15 @@ def sends_first(comm: Communicator, value: int) -> list[int]:
 
 def sends_left(comm: Communicator, value: int) -> list[int]:
     """Wrong: right values, but no send is waited for."""
-    before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
-    gathered, carried = [0] * comm.size, np.array([value])
-    gathered[comm.rank] = value
-    for turn in range(1, comm.size):
+
+    def hand_on(carried: Any) -> Any:
         box = np.empty_like(carried)
-        receiving = comm.irecv(box, source=before)
-        comm.isend(carried, to=after)
+        receiving = comm.irecv(box, source=(comm.rank - 1) % comm.size)
+        comm.isend(carried, to=(comm.rank + 1) % comm.size)
         receiving.wait()
-        carried = box
-        gathered[(comm.rank - turn) % comm.size] = int(box[0])
-    return gathered
+        return box
+
+    return _gathered(comm, value, comm.size - 1, hand_on)
 
 
 def by_the_library(comm: Communicator, value: int) -> list[int]:
@@ -159,17 +146,7 @@ def by_the_library(comm: Communicator, value: int) -> list[int]:
 
 def box_of_floats(comm: Communicator, value: int) -> list[int]:
     """Wrong: whole numbers arrive in a box of float64."""
-    before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
-    gathered, carried = [0] * comm.size, np.array([value])
-    gathered[comm.rank] = value
-    for turn in range(1, comm.size):
-        box = np.empty(1)
-        handles = [comm.irecv(box, source=before), comm.isend(carried, to=after)]
-        for handle in handles:
-            handle.wait()
-        carried = box
-        gathered[(comm.rank - turn) % comm.size] = int(box[0])
-    return gathered
+    return _gathered(comm, value, comm.size - 1, lambda carried: _round(comm, carried, np.empty(1)))
 
 
 def why_not_ring(function: Callable[[Communicator, int], Any]) -> str | None:
