@@ -103,25 +103,25 @@ def test_rows_have_prediction_limit_and_reasons(engine: Engine, monkeypatch: pyt
     bench.steps([1, 4], length=40, count=8)
     bench.offline(make_load(4, Lengths(5, 9), Lengths(3, 3), TINY.vocabulary), 2, [])
     bench.online(make_load(3, Lengths(5, 9), Lengths(3, 3), TINY.vocabulary, rate=100.0), 100.0)
-    names = [row.name for row in bench.found.rows]
+    names = [row.name for row in bench.findings.rows]
     assert names[:3] == ["serve, decode step", "serve, decode step", "serve, offline"]
     assert "serve, first token" in names
-    energy = bench.found.rows[3]
+    energy = bench.findings.rows[3]
     assert (energy.name, energy.missing["predicted"]) == (
         "serve, energy per token",
         "no power is known of this device",
     )
     assert energy.measured is not None
     assert energy.measured.median == 6 / 12  # four answers of three tokens
-    for row in bench.found.rows:
+    for row in bench.findings.rows:
         assert row.predicted is not None or row is energy
         assert row.measured is not None
         assert json.loads(row.to_json())["case"]["model"] == "tiny"
-    offline = bench.found.rows[2]
+    offline = bench.findings.rows[2]
     assert offline.measured is not None
     assert offline.measured.n == 2
     assert offline.missing["peers"] == "none was asked for"
-    assert bench.found.points[1].measured.goodput == 1.0
+    assert bench.findings.points[1].measured.goodput == 1.0
 
 
 def test_a_slow_machine_measures_less_and_never_nothing(engine: Engine) -> None:
@@ -131,7 +131,7 @@ def test_a_slow_machine_measures_less_and_never_nothing(engine: Engine) -> None:
     assert bench.predict is not None
     bench.predict = lambda parts: 10.0  # seconds per step
     bench.offline(make_load(8, Lengths(5, 9), Lengths(3, 3), TINY.vocabulary), 3, [])
-    row = bench.found.rows[0]
+    row = bench.findings.rows[0]
     assert row.measured is not None
     assert (row.case["requests"], row.measured.n) == (1, 1)
     assert said[1:] == [
@@ -140,10 +140,10 @@ def test_a_slow_machine_measures_less_and_never_nothing(engine: Engine) -> None:
         "no time for more than 1 of 3 turns (--seconds)",
     ]
     bench.online(make_load(3, Lengths(5, 9), Lengths(3, 3), TINY.vocabulary, rate=100.0), 100.0)
-    assert [row.name for row in bench.found.rows] == ["serve, offline", "serve, energy per token"]
+    assert [row.name for row in bench.findings.rows] == ["serve, offline", "serve, energy per token"]
     fresh = ServeBench(engine, {"model": "tiny"}, None, "", ServeGoal(60.0, 60.0), said.append, seconds=1e-3)
     fresh.online(make_load(3, Lengths(5, 9), Lengths(3, 3), TINY.vocabulary, rate=100.0), 100.0)
-    assert fresh.found.rows
+    assert fresh.findings.rows
 
 
 def test_every_turn_computes_its_prompts(engine: Engine) -> None:
@@ -299,7 +299,7 @@ def test_features_are_measured_with_and_without() -> None:
 def test_steps_launched_kernel_by_kernel_stand_beside_ours(engine: Engine, tmp_path: Path) -> None:
     bench = ServeBench(engine, {"model": "tiny"}, None, "no clock", ServeGoal(), lambda text: None)
     bench.steps([2], length=20, plain=engine, profile=tmp_path, count=8)
-    (row,) = bench.found.rows
+    (row,) = bench.findings.rows
     assert list(row.peers) == ["kernel by kernel"]
     assert (tmp_path / "decode-2.txt").read_text().split()[:2] == ["us", "calls"]
 

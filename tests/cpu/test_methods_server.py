@@ -256,10 +256,10 @@ def test_any_rank_that_is_asked_stops_all_and_what_is_read_last_stays(bound: flo
             return shard.weights
         link, weights = ServerLink(comm, [2, 3], even_cuts(LENGTH, 2)), torch.empty(LENGTH, dtype=torch.float64)
         clock = link.pull(weights)
-        while link.told != (ASKED if comm.rank == 0 else STOPPED):
+        while link.signal != (ASKED if comm.rank == 0 else STOPPED):
             assert clock < 500, "nobody stopped"
             link.push(gradient(weights, comm.rank, clock), clock)
-            clock = link.pull(weights, asked=comm.rank == 1 and clock >= 3)
+            clock = link.pull(weights, stop_requested=comm.rank == 1 and clock >= 3)
         if comm.rank == 0:
             link.stop()
             assert link.pull(weights, last=True) == clock

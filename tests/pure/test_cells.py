@@ -33,9 +33,9 @@ def test_every_size_that_is_announced_is_measured_once() -> None:
 
 def test_a_cell_has_as_much_for_every_rank() -> None:
     cell = Cell("all_gather", 3, 4)
-    assert (cell.elements, cell.given, cell.got, cell.payload) == (3, 1, 3, 12)
+    assert (cell.elements, cell.elements_in, cell.elements_out, cell.payload) == (3, 1, 3, 12)
     cell = Cell("reduce_scatter", 4, MIB)
-    assert (cell.given, cell.got) == (MIB // 4, MIB // 16)
+    assert (cell.elements_in, cell.elements_out) == (MIB // 4, MIB // 16)
     assert Cell("all_reduce", 8, MIB).bus_factor == 1.75
     assert Cell("all_to_all", 8, MIB).bus_factor == 0.875
 

@@ -80,7 +80,7 @@ def test_asynchronous_schedules_refuse_the_same(tmp_path: Path) -> None:
 
 def told(refused: ConflictWords) -> tuple[str, ...]:
     """Which settings a refusal is about."""
-    return tuple(words.partition(" is ")[0] for words in refused.given.split(" and "))
+    return tuple(words.partition(" is ")[0] for words in refused.setting.split(" and "))
 
 
 def test_every_row_is_met_and_ends_as_it_says(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def run_job(fit: Callable[[Shown], Result], command: str, console: Console) -> tuple[Result, str, str] | int:
-    """Run it and make its page: what it came to, a line on the page, and one where its last weights are lost. Of a job
+    """Run it and make its page: its result, a line on the page, and one where its last weights are lost. Of a job
     that failed or was interrupted the exit code, once it is said how to go on."""
     from tilemesh.runs.folder import newest_whole_checkpoint
     from tilemesh.train.progress import Shown

@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show µ gets a ?, not a traceback
-    for name in ("COLUMNS", "LINES"):  # rich, typer and Python each stumble over another value that is no number
+    for name in ("COLUMNS", "LINES"):  # rich, typer and Python each stumble over another value that is not a number
         if not re.fullmatch("[1-9][0-9]{0,4}", os.environ.get(name, "80")):
             del os.environ[name]
     try_imports()

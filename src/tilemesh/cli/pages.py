@@ -143,7 +143,7 @@ def _work(row: Row) -> RowWork | None:
 
 def follow(folder: str, port: int) -> None:
     """Serve the run's page until interrupted."""
-    run.read(folder)  # a folder that is no run is refused before a server starts
+    run.read(folder)  # a folder that is not a run is refused before a server starts
 
     def render(live: str) -> str:
         content = run.read(folder)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def _engine_planned(options: Any, plan: PlanFile) -> Any:
     """The options with the engine's settings of a plan."""
     source = f"{plan.source}: serve"
-    from_dict(EngineConfig, plan.sections[SERVE], source)  # refuses what is no setting of an engine
+    from_dict(EngineConfig, plan.sections[SERVE], source)  # refuses what is not a setting of an engine
     for name in plan.sections[SERVE]:
         if name not in {field.name for field in fields(options)}:
             raise UsageError(f"{source}.{name}: this command does not set it; take the line out of the plan")

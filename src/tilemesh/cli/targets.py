@@ -60,7 +60,7 @@ def _is_part_of(word: str, folder: str) -> bool:
 
 
 def _is_same(one: str, other: str) -> bool:
-    """Of files and folders; what is no file, such as a terminal, may be written to as often as one likes."""
+    """Of files and folders; what is not a file, such as a terminal, may be written to as often as one likes."""
     try:
         is_special = os.path.exists(one) and not (os.path.isfile(one) or os.path.isdir(one))
         return "-" not in (one, other) and not is_special and os.path.realpath(one) == os.path.realpath(other)

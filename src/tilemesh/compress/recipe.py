@@ -40,7 +40,7 @@ class WeightsRecipe:
     scaled up first."""
     layers: tuple[str, ...] = ("layers.*",)
     """Patterns of the matrices' names; all of the layers, by default, and not the output projection, which "output"
-    names (where it is no embedding's). Activations on their way into that stay as they are."""
+    names (where it is not an embedding's). Activations on their way into that stay as they are."""
     rules: tuple[str, ...] = ()
     """Other schemes for some of them, each PATTERN=SCHEME, such as ["*.fc_out=int8", "layers.0.*=none"]; the first that
     matches counts."""

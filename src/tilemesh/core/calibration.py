@@ -230,7 +230,7 @@ def default_folder() -> Path:
 
 
 def path_for(identity: str, folder: Path | None = None) -> Path:
-    """Where a machine's calibration lies. Ids that are no plain file name get a hash, so that no two share a file."""
+    """Where a machine's calibration lies. Ids that are not plain file names get a hash, so that no two share a file."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", identity).strip(".-")[:80]
     if name != identity:
         name = f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}".lstrip("-")

@@ -362,8 +362,8 @@ def field_ranges(cls: type[Any], prefix: str = "") -> dict[str, Range]:
 
 
 def check_fields(instance: Any, prefix: str = "") -> None:
-    """Refuse numbers outside of their range, words that are no choice, and what is neither true nor false: a dataclass
-    takes anything. `prefix`: what the fields are called by, such as "model."."""
+    """Refuse numbers outside of their range, words that are not among the choices, and what is neither true nor false:
+    a dataclass takes anything. `prefix`: what the fields are called by, such as "model."."""
     for name, rule in _field_rules(type(instance)).items():
         value, path = getattr(instance, name), f"{prefix}{name}"
         if rule.section is not None:

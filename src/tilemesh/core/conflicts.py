@@ -24,14 +24,14 @@ OR = " or "
 class ConflictWords(NamedTuple):
     """A conflict as a configuration meets it."""
 
-    given: str
+    setting: str
     """What is set: "plan.zero is 1 and plan.dp is 1"."""
     why: str
     instead: str
     """Settings that end it, such as "plan.tp=1"; alternatives with `OR` between them."""
 
     def __str__(self) -> str:
-        return f"{self.given}: {self.why}; set {self.instead}"
+        return f"{self.setting}: {self.why}; set {self.instead}"
 
 
 class ConflictError(UsageError):

@@ -74,7 +74,7 @@ def ensure_folder(folder: Path) -> None:
 
 
 def write_text(text: str, path: Path | str) -> None:
-    """Write a file whole or not at all, making its folder; RunError where that cannot be. What is no plain file (a
+    """Write a file whole or not at all, making its folder; RunError where that cannot be. What is not a plain file (a
     pipe, a device, a link) is written as it is: a user may well have put it there."""
     target = Path(path)
     try:
@@ -98,7 +98,7 @@ def write_output(text: str, path: Path | str) -> None:
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A file beside `path` to write into: it takes that name once it is complete, and goes where that fails. It is
-    hidden: what a process that was killed leaves is no text in a folder of texts."""
+    hidden: what a process that was killed leaves is not read as one of the texts of a folder."""
     # The number of this thread, which no other on this machine has now: two writers do not meet in one file.
     part = path.with_name(f".{path.name}.{threading.get_native_id()}{PART}")
     try:

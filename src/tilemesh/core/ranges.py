@@ -47,7 +47,7 @@ class Range:
         return f"{low} and {'below' if self.below else 'at most'} {_plain(self.most)}"
 
     def check(self, name: str, value: object, whole: bool = False) -> None:
-        """Refuse what is no number (`whole`: no whole number), and numbers outside."""
+        """Refuse what is not a number (`whole`: not a whole number), and numbers outside."""
         is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
         if not is_number or value not in self:
             kind = "a whole number, " if whole else "" if is_number else "a number, "

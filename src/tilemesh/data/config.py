@@ -129,7 +129,7 @@ def check_complete(folder: Path) -> None:
 
 
 def check_tokenizer(path: Path) -> None:
-    """Refuse what is no file; of a folder, say whether it has one."""
+    """Refuse what is not a file; of a folder, say whether it has one."""
     if path.is_dir():
         name = "tokenizer.json"
         hint = f"give {path / name}" if (path / name).is_file() else f"it has no {name}"

@@ -288,7 +288,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, special: bool = False, most
     """A prompt's tokens. A text that has more than `most` of them is refused before it is read to its end."""
     try:
         text = prompt.encode()
-    except UnicodeEncodeError:  # bytes of the command line that are no text
+    except UnicodeEncodeError:  # bytes of the command line that are not text
         raise UsageError("the prompt is not UTF-8 text: give it in UTF-8") from None
     beginning = 8 * (most or 0) + 4096
     while most is not None and beginning < len(text):

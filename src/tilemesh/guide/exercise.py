@@ -60,15 +60,15 @@ def numeric(
     otherwise: str,
     explanation: str,
     unit: str = "count",
-    asked: str = "",
+    counted_in: str = "",
     tolerance: float | None = None,
 ) -> Exercise:
     """A number, right within a tolerance: a whole count exactly, anything else within 1 % unless said otherwise.
 
-    `otherwise` says how it is computed, without saying what comes out. `asked`: the question asks for a number of
+    `otherwise` says how it is computed, without saying what comes out. `counted_in`: the question asks for a number of
     these (`ASKED`), which may be typed behind it.
     """
-    hint = hint_of_asked(asked) if asked else hint_of(unit)
+    hint = hint_of_asked(counted_in) if counted_in else hint_of(unit)
     near = tolerance if tolerance is not None else 1e-9 if unit == "count" and answer == int(answer) else 0.01
 
     def correct(number: float) -> str | None:
@@ -82,7 +82,7 @@ def numeric(
         return f"That is too {'much' if number > answer else 'little'}. {otherwise}"
 
     def read(text: str) -> float:
-        return parse_asked(text, asked) if asked else parse_quantity(text, unit)
+        return parse_asked(text, counted_in) if counted_in else parse_quantity(text, unit)
 
     return Exercise(key, question, hint, answer, tuple(wrong), correct, read, explanation)
 
@@ -283,7 +283,7 @@ def function_in(path: Path, name: str) -> Callable[..., Any]:
 
 
 def _source(path: Path, name: str) -> None:
-    """Refuse what is no file, or no Python, before any of it is run."""
+    """Refuse what is not a file, or not Python, before any of it is run."""
     if not path.is_file():
         shown = "" if path == Path() else path
         raise UsageError(f"'{shown}' is no file: write the function `{name}` into one and give its name")

@@ -69,7 +69,7 @@ def _grades(student: Path, part: GuidePart) -> Iterator[AnswerGrade]:
 
 
 def _strays(student: Path) -> Iterator[AnswerGrade]:
-    """Folders that are no chapter: a typing error should not cost a chapter without a word."""
+    """Folders that are not chapters: a typing error should not cost a chapter without a word."""
     known = [name for part in PARTS for name in (part.key, part.folder)]
     for path in sorted(student.iterdir()):
         if path.is_dir() and path.name not in known and not path.name.startswith((".", "__")):

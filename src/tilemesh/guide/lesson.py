@@ -218,7 +218,7 @@ class Lesson:
         self._say(f"  Go on for now, and come back to it with: {line}")
 
     def answer(self, exercise: Exercise, text: str) -> bool | None:
-        """Judge what a reader typed, say why it is wrong if it is, and remember the try. None: it is no answer."""
+        """Judge what a reader typed, say why it is wrong if it is, and remember the try. None: it is not an answer."""
         try:
             return self.judge(exercise, exercise.read(text))
         except UsageError as error:

@@ -72,9 +72,9 @@ def hint_of_asked(unit: str) -> str:
     return f"a number of {ASKED[unit][0]}"
 
 
-def parse_asked(text: str, asked: str) -> float:
+def parse_asked(text: str, counted_in: str) -> float:
     """The number of what was asked for: bare (`60`), or with a word of its unit (`60 us`, `0.06 ms`)."""
-    words, unit, scale = ASKED[asked]
+    words, unit, scale = ASKED[counted_in]
     typed = text.strip()
     with contextlib.suppress(UsageError):
         return parse_quantity(typed, "count")
@@ -82,7 +82,9 @@ def parse_asked(text: str, asked: str) -> float:
     if value is None or not math.isfinite(value):
         shown = typed if len(typed) <= 40 else f"{typed[:40]}…"
         point = ", with a point before decimals" if re.match(r"[0-9]+,[0-9]", typed) else ""
-        raise UsageError(f"'{shown}' is no number of {words}: write it such as {_EXAMPLE} or {_EXAMPLE} {asked}{point}")
+        raise UsageError(
+            f"'{shown}' is no number of {words}: write it such as {_EXAMPLE} or {_EXAMPLE} {counted_in}{point}"
+        )
     return value / scale
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from tilemesh.comm import Communicator
 from tilemesh.comm.runtime.observe import BEGIN, TEST, WAIT, Note, Seen
 
-_NO_MESSAGE = -1  # the peer that an observer is told for what is no message
+_NO_MESSAGE = -1  # the peer that an observer is told for what is not a message
 
 
 @dataclass(frozen=True)

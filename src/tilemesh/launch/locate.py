@@ -48,7 +48,7 @@ def _spec(module: str) -> ModuleSpec | None:
             return None
         path = spec.submodule_search_locations
         if path is None and depth < len(parts):
-            return None  # a module is no package
+            return None  # a module is not a package
     return spec
 
 

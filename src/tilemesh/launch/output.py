@@ -81,7 +81,7 @@ def print_line(rank: int, stream: str, line: bytes) -> None:
     mark = f"[{rank}]"
     if target.isatty() and "NO_COLOR" not in os.environ:
         mark = f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{mark}\x1b[0m"
-    # Ranks may print bytes that are no text: those pass through where there is a byte stream to take them.
+    # Ranks may print bytes that are not text: those pass through where there is a byte stream to take them.
     raw = getattr(target, "buffer", None)
     if raw is None:
         target.write(f"{mark} {line.decode(errors='replace')}\n")

@@ -116,7 +116,7 @@ def _orthonormal(columns: Tensor) -> Tensor:
 
 
 def _factor_rank(shape: Sequence[int], rank: int) -> int:
-    """The rank of a matrix's factors; 0 where the whole is no larger than they are, or it is no matrix."""
+    """The rank of a matrix's factors; 0 where the whole is no larger than they are, or it is not a matrix."""
     if len(shape) < 2:
         return 0
     rows, columns = _sides(shape)
@@ -243,7 +243,7 @@ class CompressedGradients(Bucketed):
         wanted.index_add_(0, everyone[1].long(), everyone[0])
 
     def _factored(self, bucket: Bucket, wanted: Tensor, residual: Tensor, group: Communicator) -> None:
-        """PowerSGD: P of all matrices in one sum, Q of all in another, everything that is no matrix beside P."""
+        """PowerSGD: P of all matrices in one sum, Q of all in another, everything that is not a matrix beside P."""
         ranks, pieces = self._factor_ranks(bucket), self._split(bucket, wanted)
         views = {number: view.reshape(view.shape[0], -1) for number, view in enumerate(pieces) if ranks[number]}
         unfactored = [view for number, view in enumerate(pieces) if not ranks[number]]
@@ -293,7 +293,7 @@ class CompressedGradients(Bucketed):
         wanted.copy_(decoded[:length])
 
     def _encode(self, piece: Tensor, real: int) -> tuple[Tensor, Tensor]:
-        """Bytes and a scale. `real`: of the piece, what is no padding."""
+        """Bytes and a scale. `real`: of the piece, what is not padding."""
         if self.compression.scheme == "int8":
             scale = (piece.abs().max() / 127).float()
             steps = piece / scale.clamp(min=torch.finfo(torch.float32).tiny)

@@ -62,38 +62,38 @@ class ServerLink:
         self.comm, self.servers, self.cuts = comm, tuple(servers), tuple(cuts)
         self.waited_s = self.held_s = 0.0
         """Seconds of all pulls, and of these what a server let this worker wait for others."""
-        self.told = GO_ON
+        self.signal = GO_ON
         """What servers said with the newest weights."""
         self._applied = np.zeros((len(cuts), REPLY_FIELDS - 3))
 
-    def pull(self, weights: Tensor, *, last: bool = False, asked: bool = False) -> int:
+    def pull(self, weights: Tensor, *, last: bool = False, stop_requested: bool = False) -> int:
         """Read the weights into a flat tensor; the clock at which this worker is, which a server that gave it up may
         have moved on. `last`: when all other workers have ended. `asked`: this rank was asked to stop.
 
         Servers give up a worker, and take it back, each at a moment of its own, so their clocks of it may differ then:
         the largest counts, and those that have a smaller one are asked again, for weights of that clock."""
-        began_s, self.told = time.perf_counter(), GO_ON
+        began_s, self.signal = time.perf_counter(), GO_ON
         places: Sequence[int] = range(len(self.servers))
         clocks = [0 for _ in places]
         while places:
-            replies = self._pull_from(places, weights, max(clocks), last, asked)
+            replies = self._pull_from(places, weights, max(clocks), last, stop_requested)
             for place, (clock, _) in zip(places, replies, strict=True):
                 clocks[place] = clock
-            self.told = max(self.told, *(signal for _, signal in replies if signal != AGAIN), GO_ON)
+            self.signal = max(self.signal, *(signal for _, signal in replies if signal != AGAIN), GO_ON)
             again = {place for place, (_, signal) in zip(places, replies, strict=True) if signal == AGAIN}
             places = [place for place, clock in enumerate(clocks) if clock < max(clocks) or place in again]
         self.waited_s += time.perf_counter() - began_s
         return clocks[0]
 
     def _pull_from(
-        self, places: Sequence[int], weights: Tensor, clock: int, last: bool, asked: bool
+        self, places: Sequence[int], weights: Tensor, clock: int, last: bool, stop_requested: bool
     ) -> list[tuple[int, int]]:
         """The parts of some servers, the clocks at which they have this worker, `clock` at least, and what they say."""
         replies = [torch.zeros(REPLY_FIELDS, dtype=torch.float64) for _ in places]
         handles = []
         for place, reply in zip(places, replies, strict=True):
             server = self.servers[place]
-            self._tell(server, PULL, clock, int(last), int(asked))
+            self._tell(server, PULL, clock, int(last), int(stop_requested))
             handles.append(self.comm.irecv(reply, server, REPLY, sized=False))
             handles.append(self.comm.irecv(weights[self.cuts[place]], server, WEIGHTS, sized=False))
         wait_in_naps(handles)

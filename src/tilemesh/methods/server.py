@@ -171,7 +171,7 @@ class ParameterServer:
         started: bool = True,
         silence_s: float = math.inf,
         keeper: int | None = None,
-        asked: Callable[[], bool] = lambda: False,
+        stop_requested: Callable[[], bool] = lambda: False,
         scale: float | Callable[[Tensor], float] = 1.0,
         measures: bool = False,
         about: Callable[[], dict[str, Any]] = dict,
@@ -182,7 +182,7 @@ class ParameterServer:
         whether it takes the norm of every mean, to tell workers; `about`: what else its figures say; `keep`: takes what
         was done since it was last called, when a checkpoint is taken and at the end."""
         self.comm, self.workers, self.shard, self.silence_s = comm, tuple(workers), shard, silence_s
-        self.keeper, self.asked, self.scale, self.measures = keeper, asked, scale, measures
+        self.keeper, self.stop_requested, self.scale, self.measures = keeper, stop_requested, scale, measures
         self.about, self.keep, self._kept = about, keep, 0
         self.rule = StalenessRule(workers, bound, batch)
         self.events: list[ServerEvent] = []
@@ -200,7 +200,7 @@ class ParameterServer:
         self._asked: dict[int, float] = {}  # readers that wait, since when
         self.waited_s = dict.fromkeys(self.workers, 0.0)
         self.divergence = Divergence()
-        self.told: dict[int, Any] = {}
+        self.reports: dict[int, Any] = {}
         """What workers have said of themselves."""
         self._began_s = time.monotonic()
         self._sending: list[tuple[Any, Tensor]] = []
@@ -282,13 +282,13 @@ class ParameterServer:
             self._push(worker, clock, body, link.PushFigures(*mail.header[2:].tolist()))
         elif kind == link.TELL:
             assert body is not None
-            self.told[worker] = json.loads(bytes(body.numpy()))
+            self.reports[worker] = json.loads(bytes(body.numpy()))
         elif kind == link.STOP:
             self._told = link.STOPPED
         elif kind == link.STATE:
             self._tell_state(worker, clock)
         elif kind == link.FIGURES:
-            self._tell_text(worker, json.dumps({**self.figures(), "told": sorted(self.told.items())}))
+            self._tell_text(worker, json.dumps({**self.figures(), "told": sorted(self.reports.items())}))
         elif kind in (link.LEAVE, link.END):
             self.rule.leave(worker)
         if kind == link.END:
@@ -318,7 +318,7 @@ class ParameterServer:
         if not self._started:
             return
         for worker in [worker for worker in self._asked if self._may_answer(worker)]:
-            signal = max(self._told, link.ASKED if self.asked() else link.GO_ON)
+            signal = max(self._told, link.ASKED if self.stop_requested() else link.GO_ON)
             # Who is to end makes no gradient of what it reads, and may be ahead of the bound.
             self._answer(worker, signal, counts=signal != link.STOPPED or worker == self._last)
             self._is_over = self._is_over or worker == self._last

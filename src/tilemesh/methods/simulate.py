@@ -44,7 +44,7 @@ def slow_rank(rank: int, factor: float, compute_s: float = 1.0) -> Durations:
 
 @dataclass(frozen=True)
 class ServerTimes:
-    """Seconds of what is no computing. Shards of several servers are served side by side, each its part of the bytes.
+    """Seconds of what is not computing. Shards of several servers are served side by side, each its part of the bytes.
 
     `pull_s`, `push_s`: of a server at the whole model's message; `message_s`: on the way, during which the server is
     free.

@@ -165,7 +165,7 @@ def _pipeline_figures(prediction: Prediction) -> dict[str, Any]:
 def trainable(plan: ParallelPlan, refused: Refused = refused_plan) -> str:
     """ "yes", or "no" and why `tilemesh train` does not run it, with what else than the plan may end that."""
     reasons = [
-        f"{words.given}: {words.why}" + f"; set {words.instead}" * ("." in words.instead) for words in refused(plan)
+        f"{words.setting}: {words.why}" + f"; set {words.instead}" * ("." in words.instead) for words in refused(plan)
     ]
     return "yes" if not reasons else f"no, {'; '.join(reasons)}"
 

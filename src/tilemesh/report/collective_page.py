@@ -75,7 +75,7 @@ def render(rows: Sequence[Row], schedules: Sequence[Schedule] = ()) -> str:
 
 
 def panels_of(rows: Sequence[Row]) -> list[Panel]:
-    """Rows by collective, ranks and whose memory; what is no collective's time is passed over."""
+    """Rows by collective, ranks and whose memory; what is not a collective's time is passed over."""
     panels: dict[tuple[str, int, str], tuple[dict[str, SizePoints], list[Row]]] = {}
     for row in rows:
         size, ranks, algorithm = row.case.get("bytes"), row.case.get("ranks"), row.case.get("algorithm")

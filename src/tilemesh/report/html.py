@@ -66,7 +66,7 @@ def coded(text: str) -> Html:
 
 
 def data(value: Any, **attributes: Any) -> Html:
-    """Numbers for the script. `<` is written so that no text can end the element; what is no number becomes null."""
+    """Numbers for the script. `<` is written so that no text can end the element; NaN and infinity become null."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return Html(el("script", type="application/json", **attributes).removesuffix("</script>") + text + "</script>")
 

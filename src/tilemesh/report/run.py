@@ -64,7 +64,7 @@ class Run:
     """Whether there are lines of metrics and none of them can be read."""
 
     def figure(self, key: str) -> list[tuple[int, float]]:
-        """(step, value) wherever a step has this key; what is no number is NaN."""
+        """(step, value) wherever a step has this key; what is not a number is NaN."""
         return [(step["step"], number(step[key])) for step in self.steps if key in step]
 
     @property

@@ -58,7 +58,7 @@ def steps_between(first: int, last: int) -> str:
 
 
 def gap_words(run: Run) -> list[str]:
-    """Steps that are missing from the metrics, and values that are no numbers, in words."""
+    """Steps that are missing from the metrics, and values that are not numbers, in words."""
     gaps = series.gaps(step["step"] for step in run.steps)
     words = [f"{steps_between(first, last)}: not in the metrics" for first, last in gaps[:5]]
     if len(gaps) > 5:

@@ -1,6 +1,6 @@
 """A figure over steps, made small enough to draw without hiding what matters: means with lowest and highest.
 
-Steps that are missing break the line, and a value that is no number is kept apart: neither is ever filled in.
+Steps that are missing break the line, and a NaN or infinite value is kept apart: neither is ever filled in.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MOST = 400
 
 @dataclass(frozen=True)
 class SeriesBucket:
-    """Some steps in a row. `mean`, `low` and `high` are of the numbers; `bad` counts what is no number."""
+    """Some steps in a row. `mean`, `low` and `high` are of the numbers; `bad` counts NaN and infinite values."""
 
     first: int
     last: int

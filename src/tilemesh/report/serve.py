@@ -90,7 +90,7 @@ def _handler(server: PageServer) -> type[BaseHTTPRequestHandler]:
         timeout = 30
 
         def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-            """What is no request, and methods that are not answered: a line, as all else that is refused here."""
+            """What is not a request, and methods that are not answered: a line, as all else that is refused here."""
             if code == HTTPStatus.NOT_IMPLEMENTED:
                 code, line = HTTPStatus.METHOD_NOT_ALLOWED, "only GET and HEAD are answered here"
             else:

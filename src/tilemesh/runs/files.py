@@ -89,7 +89,7 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def names_in(folder: Path) -> list[str]:
-    """What lies in a folder that is no link; nothing where there is none."""
+    """What lies in a folder that is not a link; nothing where there is none."""
     if folder.is_symlink():
         return []
     try:

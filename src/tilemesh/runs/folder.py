@@ -118,7 +118,7 @@ def kind_of(folder: str | Path) -> str:
 
 
 def require_run(folder: str | Path) -> None:
-    """Refuse what is no folder, and a folder with nothing of a run in it."""
+    """Refuse what is not a folder, and a folder with nothing of a run in it."""
     place = Path(folder)
     if not place.is_dir():
         raise UsageError(f"{folder} is no folder: expected a run's, such as one under {names.RUNS}/")

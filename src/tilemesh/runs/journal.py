@@ -40,7 +40,7 @@ class Journal:
         self._try(name, lambda: write_text(self.folder / name, text))
 
     def summarize(self, kind: Kind, summary: Mapping[str, Any]) -> None:
-        """Write what the run came to, with its schema and kind."""
+        """Write the results of the run, with their schema and kind."""
         kind.check_summary(summary, SUMMARY)
         self.write(SUMMARY, {"schema": SCHEMA, "kind": kind.name, **summary})
 

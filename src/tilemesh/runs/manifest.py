@@ -60,7 +60,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """One checkpoint. `values` are the numbers that are no tensors: the position in the data, the loss scale."""
+    """One checkpoint. `values` are the numbers that are not tensors: the position in the data, the loss scale."""
 
     step: int
     values: Mapping[str, Any]

@@ -82,7 +82,7 @@ def read_metrics(lines: Sequence[Mapping[str, Any]]) -> Told:
 
 
 def _event(kind: str, step: int, line: Mapping[str, Any], when: float | None, before: int) -> Event:
-    """A line of metrics that is no step; `before`: the step that had been done."""
+    """A line of metrics that is not a step; `before`: the step that had been done."""
     why = str(line.get("text") or line.get("why") or "")
     after = f": {why}" if why else ""
     if kind == RESUMED:

@@ -1,7 +1,7 @@
 """What the files in a run's folder are called. No other code spells these names (a test looks).
 
 run.json         the kind of run and the schema       metrics.jsonl     one object per line, appended as it happens
-config.toml      what was run                         summary.json      what it came to
+config.toml      what was run                         summary.json      its results
 environment.json machine, versions, commands          rows.jsonl        its rows: predicted, measured, limit
 predicted.json   what the planner said before         sample.txt        text it wrote at the end
 choices.json     what `auto` picked                   trace/, trace.json  what each rank did when, for Perfetto

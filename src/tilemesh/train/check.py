@@ -66,7 +66,7 @@ _CUT_BY_INPUTS = (".fc_o", ".fc_out")
 
 
 def check_types(config: TrainConfig) -> None:
-    """Refuse what is no configuration, and values of other types than it says: a dataclass takes anything."""
+    """Refuse what is not a configuration, and values of other types than it says: a dataclass takes anything."""
     if not isinstance(config, TrainConfig):
         raise UsageError(
             f"config is {shown(config)}: expected a TrainConfig, which tilemesh.train.load_config makes of a preset's "

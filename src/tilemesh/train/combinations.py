@@ -119,7 +119,7 @@ def refusal(settings: Mapping[str, str], folder: Path) -> ConflictWords | None:
     try:
         preview(load(sets=texts))
     except ConflictError as error:
-        return error.refusal._replace(given=error.refusal.given.replace(str(folder), FOLDER))
+        return error.refusal._replace(setting=error.refusal.setting.replace(str(folder), FOLDER))
     return None
 
 
@@ -189,7 +189,7 @@ def page() -> str:
     for place, reason in enumerate(reasons, 1):
         met = [refusal for refusal in refused.values() if refusal.why == reason]
         instead = ", ".join(dict.fromkeys(f"`{way}`" for refusal in met for way in refusal.instead.split(OR)))
-        said.append(f"| {place} | {len(met)} | {met[0].given} | {reason} | {instead} |")
+        said.append(f"| {place} | {len(met)} | {met[0].setting} | {reason} | {instead} |")
     return _PAGE.format(
         pairs=len(answers), works=len(answers) - len(refused), refused=len(refused),
         base=", ".join(f"`{key}={text}`" for key, text in BASE.items()), features="\n".join(features),

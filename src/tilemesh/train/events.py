@@ -5,7 +5,7 @@
     {"kind": "step", "step": ..., "loss": ..., ...}       the figures of a step, as in metrics.jsonl, and what is left
     {"kind": "output", "rank": ..., "stream": ..., "text": ...}   a line that a started rank printed
     {"kind": "launcher", "text": ...}                     what the launcher says: a restart, a signal
-    {"kind": "end", "step": ..., "saved_step": ..., ...}  rank 0 has done all it had to, and what it came to
+    {"kind": "end", "step": ..., "saved_step": ..., ...}  rank 0 is done, and the result
 
 Events of a started rank cross its output pipe as JSON lines behind a mark.
 """

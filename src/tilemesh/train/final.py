@@ -33,7 +33,7 @@ def save_last(loop: Loop, interrupt: Interrupt) -> Saved:
     if _is_saved(loop, loop.writer):
         return Saved(step, loop.folder)
     # From now on a signal says that whoever asked for the end does not want to wait for this.
-    interrupt.asked = False
+    interrupt.stop_requested = False
     end_at = time.monotonic() + options.retry_s
     second: Writer | None = None
     is_first = True
@@ -80,7 +80,7 @@ def _is_saved(loop: Loop, writer: Writer) -> bool:
 def _agree_to_go_on(loop: Loop, interrupt: Interrupt, end_at: float) -> bool:
     """Rank 0's clock decides, and any rank that was asked to stop."""
     comm = loop.mesh.comm
-    is_over = interrupt.asked or (comm.rank == 0 and time.monotonic() + RETRY_EVERY_S > end_at)
+    is_over = interrupt.stop_requested or (comm.rank == 0 and time.monotonic() + RETRY_EVERY_S > end_at)
     return not comm.all_reduce(np.array([is_over], np.float64))[0] > 0
 
 

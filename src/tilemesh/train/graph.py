@@ -22,7 +22,7 @@ PLAIN_STEPS = 2
 
 
 class CapturedStep(Protocol):
-    """A step that can be repeated, and where it leaves what it came to."""
+    """A step that can be repeated, and where it leaves its results."""
 
     result: Any
 

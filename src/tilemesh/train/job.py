@@ -75,7 +75,7 @@ def fit(
     program: RankProgram = TRAINING,
     min_ranks: int | None = None,
 ) -> Result:
-    """Train and return what it came to.
+    """Train and return the result.
 
     `run`: the folder to write (default: a new one under runs/, with `name` in its name). `resume`: a run's folder to go
     on with, from its newest sound checkpoint; `config` then changes what it says. `init`: a Hugging Face folder to take

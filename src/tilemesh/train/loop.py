@@ -123,7 +123,7 @@ class Interrupt:
         self, numbers: tuple[signal.Signals, ...] = (), stop_after: int | None = None, max_time_s: float = 0.0
     ) -> None:
         """`max_time_s`: seconds from now after which a run is asked to stop; 0: never."""
-        self.asked = False
+        self.stop_requested = False
         self.stop_after = stop_after
         self.end_at = time.monotonic() + max_time_s if max_time_s else math.inf
         self._before: dict[signal.Signals, Any] = {}
@@ -132,7 +132,7 @@ class Interrupt:
                 self._before[number] = signal.signal(number, self._note)
 
     def _note(self, number: int, frame: object) -> None:
-        self.asked = True
+        self.stop_requested = True
 
     @property
     def is_time_over(self) -> bool:
@@ -140,7 +140,7 @@ class Interrupt:
 
     def stops_at(self, step: int) -> bool:
         """Whether a run that has done this step is to stop."""
-        return self.asked or (self.stop_after is not None and step >= self.stop_after) or self.is_time_over
+        return self.stop_requested or (self.stop_after is not None and step >= self.stop_after) or self.is_time_over
 
     def close(self) -> None:
         for number, handler in self._before.items():

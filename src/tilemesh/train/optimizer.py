@@ -170,7 +170,7 @@ class Optimizer:
             group.is_capturing = now
 
     def update(self, rate: float | Tensor, done: GradientStep) -> GradientStep:
-        """Step by the gradients that a step came to; what it came to over all who took part in the update."""
+        """Update by the gradients of a step; the figures of the update, over all ranks that took part in it."""
         self.step(rate, done.divisor)
         return done
 

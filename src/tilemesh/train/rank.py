@@ -1,7 +1,7 @@
 """What one rank of a run does from its start to its end: `python -m tilemesh.train.rank RUN`, or `train_here`.
 
 In order: meet the others, read the data, lay the model, take up the newest sound checkpoint if there is one to go on
-from, loop, write a sample, say what it came to. The run's folder says what to do; nothing else is asked.
+from, loop, write a sample, write the summary. The run's folder says what to do; nothing else is asked.
 """
 
 from __future__ import annotations
@@ -297,7 +297,7 @@ def _run_loop(loop: Loop, interrupt: Interrupt) -> None:
             loop.loggers.close()
     step = loop.progress.step
     if loop.interrupted:
-        why = "train.max_time_s is over" if interrupt.is_time_over and not interrupt.asked else "asked to stop"
+        why = "train.max_time_s is over" if interrupt.is_time_over and not interrupt.stop_requested else "asked to stop"
         loop.journal.add(STOPPED, step, why=why)
     if loop.ended_early:
         if loop.steps_done:  # a run that had ended before has said so
@@ -307,7 +307,7 @@ def _run_loop(loop: Loop, interrupt: Interrupt) -> None:
 
 
 def earlier_choices(folder: Path, resume: bool, say: Callable[[str], None]) -> dict[str, dict[str, str]]:
-    """What `auto` picked in an earlier part of this run; what is no table of names is picked afresh, and said."""
+    """What `auto` picked in an earlier part of this run; what is not a table of names is picked afresh, and said."""
     afresh = "chosen afresh, and sums may round otherwise than before"
     try:
         choices = read_object(folder / CHOICES)

@@ -94,7 +94,7 @@ class Recorder:
         self._draw(action, began, ended, live=None if self.live is None else self.live())
 
     def holds(self, action: Action) -> None:
-        """What is alive after a pass that is no action of a list: a moment in the trace, where it is counted."""
+        """What is alive after a pass that is not an action of a list: a moment in the trace, where it is counted."""
         if self.live is not None and self.trace.on:
             now = time.perf_counter()
             self._draw(action, now, now, live=self.live())
@@ -116,7 +116,7 @@ class Recorder:
         self.trace.add(str(action), began_s, ended_s, kind="action", lane=lane, action=action.kind, **details)
 
     def observer(self, mesh: Mesh) -> Observer:
-        """What observes the communicators of a mesh. Making groups and memory is no exchange."""
+        """What observes the communicators of a mesh. Making groups and memory does not count as exchange."""
 
         def observe(seen: Seen) -> Note | None:
             is_exchange = bool(seen.algorithm) or seen.peer >= 0

@@ -56,7 +56,7 @@ class Result:
 
 
 class WeightsLostError(RunError):
-    """A run came to its end and its last weights could not be written. `result` is what it came to."""
+    """A run came to its end and its last weights could not be written. `result`: its result."""
 
     def __init__(self, result: Result) -> None:
         kept = f"step {result.saved_step} is safe, in {result.saved_in}"

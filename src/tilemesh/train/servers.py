@@ -85,9 +85,9 @@ def server_cuts(sizes: Sequence[int], servers: int) -> list[range]:
 class FlatWeights:
     """Parameters as views of one vector, in the order of their names, and what an optimizer remembers as others."""
 
-    def __init__(self, held: Mapping[str, Held], servers: int) -> None:
-        self.held = dict(held)
-        tensors = [mine.tensor for mine in held.values()]
+    def __init__(self, parameters: Mapping[str, Held], servers: int) -> None:
+        self.held = dict(parameters)
+        tensors = [mine.tensor for mine in parameters.values()]
         self.flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
         self.sizes = [tensor.numel() for tensor in tensors]
         for tensor, piece in zip(tensors, self.split(self.flat), strict=True):
@@ -116,10 +116,10 @@ def flat_states(optimizer: Optimizer, kinds: Mapping[str, Sequence[str]]) -> lis
 class OptimizedShard:
     """A server's part of the weights, stepped by the run's optimizer."""
 
-    def __init__(self, config: TrainConfig, held: Mapping[str, Held]) -> None:
-        self.config, self.vectors = config, FlatWeights(held, 1)
+    def __init__(self, config: TrainConfig, parameters: Mapping[str, Held]) -> None:
+        self.config, self.vectors = config, FlatWeights(parameters, 1)
         self.weights = self.vectors.flat
-        self.optimizer = Optimizer(config.optimizer, held, as_server(config).plan.precision)
+        self.optimizer = Optimizer(config.optimizer, parameters, as_server(config).plan.precision)
 
     def apply(self, gradient: Tensor, clock: int, share: float) -> None:
         for mine, piece in zip(self.vectors.held.values(), self.vectors.split(gradient), strict=True):
@@ -161,7 +161,7 @@ class ServerOptimizer(Optimizer):
         super().__init__(config.optimizer, parameters, as_server(config).plan.precision)
         self.clock, self.last, self.recorder, self.waits = 0, last, recorder, seat.number == 0
         """`waits`: with its last pull a worker waits for all others, so that what is saved then is what all did."""
-        self.asked: Callable[[], bool] = lambda: False
+        self.stop_requested: Callable[[], bool] = lambda: False
         """Whether this rank was asked to stop, which servers pass on to the worker that decides."""
         self.is_stopped = False
         """Whether the worker that decides has ended the run."""
@@ -198,7 +198,7 @@ class ServerOptimizer(Optimizer):
 
     def step(self, rate: float | Tensor, divisor: Tensor | None = None) -> None:
         gradients = self._gradients()
-        is_asked = bool(self.replica.max_over_ranks([float(self.asked())])[0])
+        is_asked = bool(self.replica.max_over_ranks([float(self.stop_requested())])[0])
         if self.is_first:
             pushed = torch.cat([gradients[name].reshape(-1).to(self._wide) for name in self.stepped])
             self._exchange(pushed if divisor is None else pushed.div_(divisor), is_asked)
@@ -210,11 +210,11 @@ class ServerOptimizer(Optimizer):
         self.recorder.message(SERVERS_AXIS, "push", nbytes, began_s)
         is_last = self.waits and self.clock + 1 >= self.last
         began_s, held_s = time.perf_counter(), self.link.held_s
-        self.clock = self.link.pull(self.vectors.flat, last=is_last, asked=is_asked)
+        self.clock = self.link.pull(self.vectors.flat, last=is_last, stop_requested=is_asked)
         if self.waits and not is_last and self.clock >= self.last:  # it was given up, and others went on to the end
             self.clock = self.link.pull(self.vectors.flat, last=True)
         self.recorder.message(SERVERS_AXIS, "pull", nbytes, began_s)
-        # What a server made it wait for others is no exchange, and counts as waiting.
+        # What a server made it wait for others is not exchange: it counts as waiting.
         self.recorder.seconds[IDLE] = self.recorder.seconds.get(IDLE, 0.0) + self.link.held_s - held_s
 
     def _whole(self) -> dict[str, Held]:
@@ -235,7 +235,7 @@ class ServerOptimizer(Optimizer):
     @torch.no_grad()
     def _hand_out(self) -> None:
         """To all ranks of this replica: the clock, what servers said, and the weights that the first one has."""
-        state = [self.clock, self.link.told == ASKED, self.link.told == STOPPED] if self.is_first else [0] * 3
+        state = [self.clock, self.link.signal == ASKED, self.link.signal == STOPPED] if self.is_first else [0] * 3
         clock, is_asked, is_stopped = self.replica.broadcast(np.array(state, np.int64)).tolist()
         self.clock, self.is_asked_to_stop, self.is_stopped = clock, bool(is_asked), bool(is_stopped)
         if self._is_copy:
@@ -341,7 +341,7 @@ def work(seat: Seat, stepper: Stepper, interrupt: Interrupt, baseline: int) -> N
     to stop; then tell how long steps took."""
     optimizer, recorder, config = stepper.optimizer, stepper.recorder, seat.config
     assert isinstance(optimizer, ServerOptimizer)
-    optimizer.asked = lambda: interrupt.asked
+    optimizer.stop_requested = lambda: interrupt.stop_requested
     optimizer.begin(0, starts=False)
     parts: list[list[float]] = []
     while optimizer.clock < optimizer.last and not optimizer.is_stopped:
@@ -414,7 +414,8 @@ def run_server(seat: Seat, parameters: Mapping[str, Held], folder: Path, interru
     shard, silence_s = server_shard(config, parameters, number), config.train.timeout_s / 2
     server = ParameterServer(
         comm, seat.workers, shard, bound, method.batch, started=False, silence_s=silence_s, keeper=0,
-        asked=lambda: interrupt.asked, scale=clipped if clips_mean(config) else 1.0, measures=bound == 0,
+        stop_requested=lambda: interrupt.stop_requested, scale=clipped if clips_mean(config) else 1.0,
+        measures=bound == 0,
         about=lambda: {"peak_memory_bytes": peak_bytes(shard.weights.device), "memory_baseline_bytes": baseline},
         keep=keep,
     )  # fmt: skip

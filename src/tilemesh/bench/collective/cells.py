@@ -35,12 +35,12 @@ class Cell:
         return self.elements * ITEM
 
     @property
-    def given(self) -> int:
+    def elements_in(self) -> int:
         """Elements a rank gives."""
         return self.elements // self.ranks if self.collective == "all_gather" else self.elements
 
     @property
-    def got(self) -> int:
+    def elements_out(self) -> int:
         """Elements a rank gets."""
         return self.elements // self.ranks if self.collective == "reduce_scatter" else self.elements
 

@@ -133,7 +133,7 @@ def timer_of(comm: Communicator) -> LoopTimer:
 def arrays(comm: Communicator, cell: Cell) -> tuple[Any, Any]:
     """Input and result of a cell, written to, in the memory that it says."""
     make = comm.empty if cell.buffers == "empty" else np.empty
-    x, out = make(cell.given, np.float32), make(cell.got, np.float32)
+    x, out = make(cell.elements_in, np.float32), make(cell.elements_out, np.float32)
     x[:] = comm.rank + 1
     out[:] = 0
     return x, out

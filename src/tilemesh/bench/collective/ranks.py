@@ -184,8 +184,8 @@ class Bench:
         n, me = cell.ranks, self.comm.rank
         places = np.resize(np.arange(5, dtype=np.float32), x.size)
         if cell.collective in ("all_reduce", "reduce_scatter"):
-            start = me * cell.got if cell.collective == "reduce_scatter" else 0
-            wanted = n * places[start : start + cell.got] + n * (n + 1) // 2
+            start = me * cell.elements_out if cell.collective == "reduce_scatter" else 0
+            wanted = n * places[start : start + cell.elements_out] + n * (n + 1) // 2
         elif cell.collective == "broadcast":
             wanted = places + 1
         else:

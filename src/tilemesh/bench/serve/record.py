@@ -1,4 +1,4 @@
-"""A serving benchmark as a run's folder: configuration, prediction, every step, rows and what it came to."""
+"""A serving benchmark as a run's folder: configuration, prediction, every step, rows and results."""
 
 from __future__ import annotations
 

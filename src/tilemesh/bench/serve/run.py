@@ -95,7 +95,7 @@ class ServeBench:
     watched: bool = True
     """Whether steps are recorded, which takes the host's time."""
     predict: Clock | None = None
-    found: ServeFindings = field(default_factory=ServeFindings)
+    findings: ServeFindings = field(default_factory=ServeFindings)
     seconds: float = math.inf
     """About how long all may take: on a slow machine less is measured, but never nothing."""
     replicas: Replicas | None = None
@@ -118,7 +118,7 @@ class ServeBench:
         """Warm the engine up and fit step times to it, of at most so many sequences."""
         batches = fitting_batches(min(most, self.engine.limits.running))
         fitted = fit_engine(self.engine, batches, time.monotonic() + self.left_s / 3)
-        self.predict, self.found.fitted_error = fitted, fitted.error
+        self.predict, self.findings.fitted_error = fitted, fitted.error
         self.say(f"step times fitted to {fitted.steps} steps, median error {fitted.error:.1%}")
 
     # ---- decode steps ------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class ServeBench:
                 break
         measured = load_figures(history.requests.values(), self.goal)
         if guess is not None:
-            self.found.points.append(LoadPoint(None, guess, measured, history))
+            self.findings.points.append(LoadPoint(None, guess, measured, history))
         missing = {peer.name: peer.why or "it gave no answer" for peer in peers if not theirs[peer.name]}
         if not peers:
             missing["peers"] = "none was asked for"
@@ -219,7 +219,7 @@ class ServeBench:
             predicted=Estimate(guess, why), limit=Estimate(None, "no least energy of a token is known"),
             missing={} if joules else {"measured": source}, no_peers="of a peer's process none is counted apart",
         )  # fmt: skip
-        self.found.rows.add([row])
+        self.findings.rows.add([row])
 
     def _limit_rate(self, history: ServeHistory | None) -> float | None:
         """Tokens per second if every step of this schedule took its least time."""
@@ -233,7 +233,7 @@ class ServeBench:
 
     def online(self, load: Sequence[LoadRequest], rate: float) -> None:
         """Requests at their times."""
-        if self.found.rows and self.left_s < 0:
+        if self.findings.rows and self.left_s < 0:
             self.say(f"{rate:g} requests/s: no time left (--seconds)")
             return
         load = self._affordable(load)
@@ -242,7 +242,7 @@ class ServeBench:
         records = list(history.requests.values())
         measured = load_figures(records, self.goal)
         if guess is not None:
-            self.found.points.append(LoadPoint(rate, guess, measured, history))
+            self.findings.points.append(LoadPoint(rate, guess, measured, history))
         self.say(
             f"{rate:g} requests/s: first token {measured.ttft_p50:.3f} s, between tokens {measured.itl_p50:.4f} s, "
             f"{measured.tokens_per_s:,.0f} tokens/s, {measured.goodput:.0%} within the goal"
@@ -298,7 +298,7 @@ class ServeBench:
             predicted=Estimate(predicted, self.why_no_clock or "step times were not fitted"),
             limit=Estimate(limit, self.why_no_clock or "it depends on the load"),
         )  # fmt: skip
-        self.found.rows.add([row])
+        self.findings.rows.add([row])
 
 
 def _step_times(engine: Engine, load: Sequence[LoadRequest], watched: bool) -> Sample:

@@ -91,7 +91,7 @@ def _check(part: GuidePart, key: str, answer: str | None, console: Console) -> i
         return 0
     # An answer on the command line counts, whether or not the output is a terminal.
     lesson = Lesson(part.key, console=console, ask=lambda prompt: None)
-    # What is no answer at all is refused as any other bad option is.
+    # What is not an answer at all is refused as any other bad option is.
     return 0 if lesson.judge(known[key], known[key].read(answer)) else 1
 
 

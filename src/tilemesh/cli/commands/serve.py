@@ -91,7 +91,7 @@ def serve(options: ServeOptions) -> None:
         )  # fmt: skip
         server = uvicorn.Server(config)
         # From here on, also while the collection below runs, which would swallow an exception. uvicorn raises the
-        # signals that stopped it again when it is done; to have stopped well is no failure.
+        # signals that stopped it again when it is done; to have stopped well is not a failure.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, server.handle_exit)
         # What was read until now stays: a collection that looks at all of torch's objects stops everybody for 0.15 s.

@@ -85,7 +85,7 @@ class TrainOptions:
 
 
 def train(options: TrainOptions) -> Output | int:
-    """Make a configuration of what was typed, call `train.fit`, and show what it came to."""
+    """Make a configuration of what was typed, call `train.fit`, and show the result."""
     from tilemesh.core.context import membership
 
     member = membership()
@@ -235,7 +235,7 @@ def _take_place(config: TrainConfig, options: TrainOptions, fewest: int, member:
 
 
 def run_rank(text: str) -> int:
-    """What a rank does, with the options as JSON; rank 0 shows what the run came to."""
+    """What a rank does, with the options as JSON; rank 0 shows the result of the run."""
     from rich.console import Console
 
     from tilemesh.core.context import membership

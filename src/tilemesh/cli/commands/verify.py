@@ -212,7 +212,7 @@ class LayoutTable:
 
     def _print_layout(self) -> None:
         name = self.layout[0]["layout"]
-        # What is no number, or was refused before it ran, is the worst of all: `_ratio` puts it first.
+        # NaN, or what was refused before it ran, is the worst of all: `_ratio` puts it first.
         worst = [max(self.layout, key=lambda line: _ratio(line, kind)) for kind in _DIFFERENCES]
         values = [line["apart"][kind] for line, kind in zip(worst, _DIFFERENCES, strict=True)]
         cells = "".join(f"{'–':>9}" if value is None else f"{value:>9.1e}" for value in values)

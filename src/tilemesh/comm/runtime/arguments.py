@@ -43,7 +43,7 @@ def seconds(value: Any, what: str) -> float:
     """A time above 0; infinity is one."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)) or not value > 0:
         raise UsageError(f"{what} {value!r}: expected a number of seconds above 0")
-    return float(value) if value < _LARGEST else math.inf  # an integer of 400 digits is no float
+    return float(value) if value < _LARGEST else math.inf  # an integer of 400 digits is not a float
 
 
 def shape_of(value: Any) -> tuple[int, ...]:

@@ -48,7 +48,7 @@ DISAGREED = MARK_MASK  # in place of a rank that has published: the ranks of thi
 
 _SPIN = 2000  # looks before giving the core away, where every rank has one of its own
 _FEW = 20  # the same, where two share one
-_NAP_AFTER_S = 0.004  # a wait this long is no part of a collective: somebody computes, and should have the core
+_NAP_AFTER_S = 0.004  # a wait this long is not part of a collective: somebody computes, and should have the core
 _NAP_S = 0.0001
 _CHECK_EVERY_S = 0.5  # how often a long wait looks whether the others are still alive
 

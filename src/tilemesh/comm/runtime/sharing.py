@@ -1,4 +1,4 @@
-"""Calls through the node's shared memory, from an array to its result: which program, over which views, in whose turn.
+"""Calls through the node's shared memory, from an array to its result: which program, over which views, in which order.
 
 Whether an array lies in the arena is known to its own rank alone, and all ranks must run the same program. So where it
 matters (`direct`), each rank writes the places of its arrays beside its flag, they meet once, and all read the same
@@ -219,7 +219,7 @@ class RepeatedShared:
         has_stage = call.natively is None and not is_direct(call.key.algorithm)
         self.staged = sharing.bound(call.key, call.lo) if has_stage else None
         flags = self.flags = sharing.arena.flags
-        self.told = [flags.words[word : flags.ranks * WORDS : WORDS] for word in (SOURCE, TARGET)]
+        self.announced = [flags.words[word : flags.ranks * WORDS : WORDS] for word in (SOURCE, TARGET)]
         self.ways: dict[tuple[bytes, bytes], ArenaProgram | Fixed | None] = {}
 
     def run(self, inputs: Array, data: Array) -> None:
@@ -247,7 +247,7 @@ class RepeatedShared:
 
     def agreed(self, source: int, target: int) -> ArenaProgram | Fixed | None:
         """Tell the others where this rank's arrays lie; what is to be done if the direct way is open to all."""
-        flags, (sources, targets) = self.flags, self.told
+        flags, (sources, targets) = self.flags, self.announced
         words, mine = flags.words, flags.mine
         words[mine + SOURCE] = source
         words[mine + TARGET] = target
@@ -281,7 +281,7 @@ class RepeatedShared:
             self.flags.meet()
             self.staged.run(inputs, data)
         else:
-            sources, targets = (words.tolist() for words in self.told)
+            sources, targets = (words.tolist() for words in self.announced)
             places = tuple(zip(sources, targets, strict=True))
             for token in self.sharing._refused(self.call, places, inputs, data):
                 token.wait()

@@ -57,7 +57,7 @@ class Watchdog:
         self.worlds = 0  # how often this rank has connected
         self.has_staged = False  # GPU tensors have gone through the host's memory
         self.watches: dict[str, Watch] = {}
-        self.found: dict[Watch, Note] = {}
+        self.natives: dict[Watch, Note] = {}
         self.seen: dict[str, int] = {}
         self.owner = threading.get_ident()
         self.stopped = threading.Event()
@@ -117,10 +117,10 @@ class Watchdog:
         now = time.monotonic_ns()
         watches = self._open()
         notes = [(watch, watch.note) for watch in watches]
-        self.found = self._natives(now)
+        self.natives = self._natives(now)
         with Stacks() as frames:
             place = _where(frames.get(self.owner))
-        under_way = [*self.found.items(), *((watch, note) for watch, note in notes if note is not None)]
+        under_way = [*self.natives.items(), *((watch, note) for watch, note in notes if note is not None)]
         waiting = min(under_way, key=lambda call: call[1][3] + call[0].timeout_s * 1e9, default=None)
         doing = None if waiting is None else Doing(waiting[0].label, *waiting[1])
         where = ", ".join(filter(None, [self.stage, place]))
@@ -140,7 +140,7 @@ class Watchdog:
         for watch in self._open():
             sequence, call = watch.sequence, watch.native  # in this order: a call's own number, or an earlier one
             if call is not None:
-                before = self.found.get(watch)
+                before = self.natives.get(watch)
                 if before is None or before[0] != sequence:
                     before = (sequence, *call, now)
                 result[watch] = before
@@ -258,7 +258,7 @@ class Watch:
         return not record.is_over and (_is_silent(record) or (self.process.pids and not _is_alive(record.pid)))
 
     def _stopped_beyond(self) -> list[str]:
-        """Ranks that are no members and do nothing more: whoever waits for a member may wait for one of them."""
+        """Ranks that are not members and do nothing more: whoever waits for a member may wait for one of them."""
         others = (rank for rank in range(self.process.board.ranks) if rank not in self.members)
         records = ((rank, self.process.board.read(rank)) for rank in others)
         words = [

@@ -98,7 +98,7 @@ class PassDone(NamedTuple):
 
 
 def parts(action: Action) -> tuple[Action, ...]:
-    """The passes an action consists of: two of FB, one of the others, none of an action that is no pass."""
+    """The passes an action consists of: two of FB, one of the others, none of an action that is not a pass."""
     if action.kind == "FB":
         assert action.pair is not None
         return action._replace(kind="F", pair=None), action.pair

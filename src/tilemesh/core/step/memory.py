@@ -48,10 +48,10 @@ def memory_curve(program: StepProgram, sizes: StepBytes) -> list[list[float]]:
     curves = []
     for rank, actions in enumerate(program.actions):
         ledger = _Ledger(program, rank, sizes)
-        curve = [ledger.held]
+        curve = [ledger.alive]
         for action in actions:
             ledger.apply(action)
-            curve.append(ledger.held)
+            curve.append(ledger.alive)
         curves.append(curve)
     return curves
 
@@ -124,13 +124,13 @@ class _Ledger:
         moves_weights = sorted({chunk for kind, of, chunk in moved if kind == "OUT" and of == "weights"})
         # What comes in before it ever went out begins the step on the host.
         first = {(action.of, action.chunk): action.kind for action in reversed(program.actions[rank])}
-        self.held = sum(
+        self.alive = sum(
             self.size("states", chunk)
             for chunk in program.placement.held[rank]
             if ("IN", "states", chunk) not in moved or first["states", chunk] == "OUT"
         )
         # Weights are the caller's to add, but for those that a step moves.
-        self.held += sum(self.size("weights", chunk) for chunk in moves_weights if first["weights", chunk] == "OUT")
+        self.alive += sum(self.size("weights", chunk) for chunk in moves_weights if first["weights", chunk] == "OUT")
         self.away = 0.0
         """Activations in the host's memory."""
         self.has_gradient: set[int] = set()
@@ -150,36 +150,38 @@ class _Ledger:
 
     def apply(self, action: Action) -> None:
         for part in parts(action):
-            self.held += self._pass(part)
+            self.alive += self._pass(part)
         chunk, which = action.chunk, (action.chunk, action.microbatch, action.slice)
         match action.kind:
             case "SEND" | "RECV":
                 # An activation that leaves is this chunk's output, one that comes that of the chunk before; of
                 # gradients it is the other way round.
                 is_own = (action.kind == "SEND") == (action.of == "activation")
-                self.held += self.size("outputs", chunk if is_own else chunk - 1) * (-1 if action.kind == "SEND" else 1)
+                self.alive += self.size("outputs", chunk if is_own else chunk - 1) * (
+                    -1 if action.kind == "SEND" else 1
+                )
             case "RECOMPUTE":
                 self.computed_again.add(which)
-                self.held += self.size("kept", chunk) - self.size("inputs", chunk)
+                self.alive += self.size("kept", chunk) - self.size("inputs", chunk)
             case "GATHER":
-                self.held += self.size("weights", chunk)
+                self.alive += self.size("weights", chunk)
             case "FREE":
-                self.held -= self.size("weights", chunk)
+                self.alive -= self.size("weights", chunk)
             case "REDUCE":
-                self.held -= self._dropped("gradients", self.has_gradient, chunk)
+                self.alive -= self._dropped("gradients", self.has_gradient, chunk)
                 if chunk not in self.has_reduced:
                     self.has_reduced.add(chunk)
-                    self.held += self.size("reduced", chunk)
+                    self.alive += self.size("reduced", chunk)
             case "UPDATE":
-                self.held -= self._dropped("gradients", self.has_gradient, chunk)
-                self.held -= self._dropped("reduced", self.has_reduced, chunk)
+                self.alive -= self._dropped("gradients", self.has_gradient, chunk)
+                self.alive -= self._dropped("reduced", self.has_reduced, chunk)
             case "OUT" | "IN":
                 what: str = action.of
                 if what == "activation":
                     is_input = which in self.program.recomputed and which not in self.computed_again
                     what = "inputs" if is_input else "kept"
                     self.away += self.size(what, chunk) * (1 if action.kind == "OUT" else -1)
-                self.held += self.size(what, chunk) * (1 if action.kind == "IN" else -1)
+                self.alive += self.size(what, chunk) * (1 if action.kind == "IN" else -1)
 
     def _pass(self, part: Action) -> float:
         """The difference a pass makes."""

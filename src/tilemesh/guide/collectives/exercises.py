@@ -17,7 +17,7 @@ RING_BYTES = numeric(
     "ring_bytes",
     "8 ranks all-reduce 800 MB with the ring algorithm. How many MB does each rank send?",
     1400,
-    asked="MB",
+    counted_in="MB",
     wrong={
         700: "700 MB is the first half, the reduce-scatter: 7 messages of 100 MB. The sums must then travel round once "
         "more (the all-gather).",

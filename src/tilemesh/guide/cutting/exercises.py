@@ -18,7 +18,7 @@ SENT = numeric(
     "C = A·B has 4,000 × 4,000 numbers of 2 bytes. Rows of A are cut over 4 groups of ranks, and within each group K "
     "is cut over 8 ranks, which sum by a ring. How many MB does each rank send?",
     14,
-    asked="MB",
+    counted_in="MB",
     wrong={
         56: "56 sums all of C. A group has a quarter of its rows, 8 MB, and sums only those.",
         7: "7 is the reduce_scatter. A ring all-reduce gathers the sums again: twice that.",

@@ -33,7 +33,7 @@ MEMORY = numeric(
     "A model of 7.5 billion parameters is trained with mixed-precision Adam and ZeRO stage 2 on 64 GPUs. How many GB "
     "(10^9 bytes) of weights, gradients and optimizer states does a GPU keep?",
     (2 + 14 / 64) * 7.5,
-    asked="GB",
+    counted_in="GB",
     wrong={
         120.0: "120 GB is stage 0: 16 bytes for each parameter, nothing cut.",
         (4 + 12 / 64)

@@ -34,7 +34,7 @@ BYTES = numeric(
     "y = max(a · x + b, 0), with numbers a and b and an array x of 100 MB. As three operators, each reads an array and "
     "writes one. How many MB fewer does one fused kernel move?",
     400,
-    asked="MB",
+    counted_in="MB",
     wrong={
         600: "600 is what the three operators move together. The fused one reads x and writes y, too.",
         200: "200 is what the fused kernel moves. The question is how many fewer.",

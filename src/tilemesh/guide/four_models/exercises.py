@@ -12,7 +12,7 @@ HOLD = numeric(
     "Four models of 70 billion parameters: actor and critic are trained (16 bytes per parameter), reward and reference "
     "are frozen (2 bytes). How many GB do they hold?",
     36 * 70,
-    asked="GB",
+    counted_in="GB",
     wrong={
         64 * 70: "That is 16 bytes for all four. Frozen models keep no gradients and no optimizer states.",
         16 * 70: "That is the actor alone.",

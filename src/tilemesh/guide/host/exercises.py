@@ -28,7 +28,7 @@ KERNELS = numeric(
     "kernels",
     "A decode step has 400 kernels of 3 µs; the host launches one in 7 µs. How many microseconds does the step take?",
     400 * 7 + 3,
-    asked="µs",
+    counted_in="µs",
     tolerance=0.0005,
     wrong={
         1200: "1,200 is the device alone. It waits 4 µs for each launch.",

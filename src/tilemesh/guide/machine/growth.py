@@ -28,7 +28,7 @@ def _known(name: str) -> YearsGpu:
 
 
 GPUS = {
-    # NVIDIA V100 datasheet, SXM2 column, 32 GB. It is no device that tilemesh plans for, so its figures stand here.
+    # NVIDIA V100 datasheet, SXM2 column, 32 GB. It is not a device that tilemesh plans for, so its figures stand here.
     2018: YearsGpu("v100", 32 << 30, 125e12, 900e9),
     2020: _known("a100-80"),
     2022: _known("h100"),

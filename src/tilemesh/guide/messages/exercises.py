@@ -18,7 +18,7 @@ TOKEN = numeric(
     "A token goes once round a ring of 6 ranks, one send and one receive at a time, and comes back to rank 0. A "
     "message takes 10 microseconds. How many microseconds does it take in all?",
     60,
-    asked="µs",
+    counted_in="µs",
     wrong={
         10: "10 would be right if all 6 messages travelled at the same time. Each rank waits for the token before it "
         "can pass it on, so the messages follow one another.",

@@ -40,7 +40,7 @@ RECEIVED = numeric(
     "A model has 140 GB in 16 bits. It is trained with tp 4 and pp 2 and drawn with engines of 2 ranks. How many GB "
     "does each rank receive after an update? (It keeps what it has.)",
     140 * (1 / 2 - 1 / 8),
-    asked="GB",
+    counted_in="GB",
     wrong={
         70: "70 is all that an engine's rank needs. An eighth of the model, 17.5 GB, lies there already.",
         122.5: "122.5 is 140 - 17.5: as if every rank needed the whole model. Engines of 2 ranks need a half each.",

@@ -14,7 +14,7 @@ from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.options import ROWS, Known, OutFile, OutPicture, argument, changed_flags, option
 from tilemesh.core.ranges import Range
 
-MOST_SIMULATED, MOST_DRAWN = 65_536, 4096  # ranks: beyond it a simulation takes minutes and a drawing is no picture
+MOST_SIMULATED, MOST_DRAWN = 65_536, 4096  # ranks: beyond it a simulation takes minutes and a drawing is not a picture
 _RANKS = {"--draw": "8", "--simulate": "64,1024,16384", "--fit": "2,4,8", "a measurement": "2,4,8"}
 """Where nobody says how many, by what is asked for."""
 _OF_MODES = {"svg": ("--draw",), "json": ("a measurement",), "chart": ("a measurement",),

@@ -121,7 +121,7 @@ def serve(options: ServeBenchOptions) -> Output:
         bench = ServeBench(
             engine, case, clock, why, goal, console.print, watched=on_cpu, seconds=seconds, replicas=replicas
         )
-        bench.found.rows = KeptRows(options.json)
+        bench.findings.rows = KeptRows(options.json)
         peers = open_peers(options.peers, engine, options.dtype, options.device, closing) if options.blocks else []
         if options.predict == "fitted" and options.device == "cpu" and not replicas and (options.blocks or loads):
             bench.fit(max([options.requests, *(len(load) for _, load in loads)]))
@@ -141,18 +141,18 @@ def serve(options: ServeBenchOptions) -> Output:
     if options.features:
         make = partial(Engine, device=options.device, dtype=options.dtype)
         for rows in feature_rows(FeatureBench(served, options.device, case, make), options.features):
-            bench.found.rows.add(rows)
-    text: list[Block] = [bench.found.rows]
+            bench.findings.rows.add(rows)
+    text: list[Block] = [bench.findings.rows]
     if options.run is not None:
         limits = engine.limits
         settings = {**case, "device": options.device, "pages": limits.pages, "page_tokens": limits.page_tokens}
         settings |= {"step_tokens": limits.step_tokens, "goal": options.goal, "seed": options.seed}
-        folder = write_serve_run(options.run, settings, bench.found, limits.page_tokens)
+        folder = write_serve_run(options.run, settings, bench.findings, limits.page_tokens)
         text += [f"page: {page}" for page in write_pages([str(folder)], None)]
     after = again("--rates 1,4,16") if not loads else NextCommand(
         f"plan serve {options.model} --cluster local --rate {max(rate or 1.0 for rate, _ in loads):g} --out plan.toml"
     )  # fmt: skip
-    return Output(text, bench.found.rows, next=after)
+    return Output(text, bench.findings.rows, next=after)
 
 
 def _load_server(options: ServeBenchOptions, url: str) -> Output:
