@@ -1,12 +1,13 @@
 """What users of tilemesh meet, as text to compare before and after a change: `python scripts/surface.py > FILE`.
 
-The help of every command, the keys that quick cases write with `--json`, and the public names with their signatures.
-The cases run in a temporary folder and start no ranks.
+The help of every command, the keys that quick cases write with `--json`, the public names with their signatures, and a
+digest of the page of each file of stored rows. The cases run in a temporary folder and start no ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import inspect
 import io
@@ -53,6 +54,16 @@ def main_text() -> Iterator[str]:
     for name in re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.MULTILINE):
         module, _, attribute = name.rpartition(".")
         yield "\n".join(_signatures(name, getattr(importlib.import_module(module), attribute)))
+    yield "## tilemesh report of stored rows"
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.jsonl")):
+        yield f"{path.name} {_digest_of_page(path)}"
+
+
+def _digest_of_page(rows: Path) -> str:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as errors:
+        code = main(["report", str(rows), "--html", "page.html"])
+    page = errors.getvalue() if code else Path("page.html").read_text(encoding="utf-8")
+    return hashlib.sha256(page.replace(str(ROOT), "").encode()).hexdigest()[:16]
 
 
 def _json_keys(case: str) -> list[str]:

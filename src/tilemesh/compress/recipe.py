@@ -240,11 +240,11 @@ NAMES: tuple[str, ...] = (
 """Some of the names that are recipes, for whoever asks what there is."""
 
 
-def read_recipe(source: str | Path | Recipe) -> Recipe:
+def read_recipe(given: str | Path | Recipe) -> Recipe:
     """A recipe from a TOML file, or from its name."""
-    if isinstance(source, Recipe):
-        return source
-    text = str(source)
+    if isinstance(given, Recipe):
+        return given
+    text = str(given)
     if is_file_text(text):
         return config.from_dict(Recipe, config.parse_toml(text, "compress.recipe"), "compress.recipe")
     if text.endswith(".toml") or Path(text).is_file():

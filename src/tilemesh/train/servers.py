@@ -377,11 +377,9 @@ def work(seat: Seat, stepper: Stepper, interrupt: Interrupt, baseline: int) -> N
 def server_shard(config: TrainConfig, parameters: Mapping[str, Held], number: int) -> OptimizedShard:
     """What the server of this number holds of a model's parameters, in memory of its own."""
     part = server_cuts([mine.tensor.numel() for mine in parameters.values()], config.method.servers)[number]
-    names = list(parameters)[part.start : part.stop]
-    return OptimizedShard(
-        config,
-        {name: Held(nn.Parameter(parameters[name].tensor.detach().clone()), parameters[name].shard) for name in names},
-    )
+    own = list(parameters.items())[part.start : part.stop]
+    copies = {name: Held(nn.Parameter(mine.tensor.detach().clone()), mine.shard) for name, mine in own}
+    return OptimizedShard(config, copies)
 
 
 def clips_mean(config: TrainConfig) -> bool:
@@ -413,10 +411,9 @@ def run_server(seat: Seat, parameters: Mapping[str, Held], folder: Path, interru
 
     shard, silence_s = server_shard(config, parameters, number), config.train.timeout_s / 2
     server = ParameterServer(
-        comm, seat.workers, shard, bound, method.batch, started=False, silence_s=silence_s, keeper=0,
+        comm, seat.workers, shard, bound, method.batch, started=False, silence_s=silence_s, keeper=0, keep=keep,
         stop_requested=lambda: interrupt.stop_requested, scale=clipped if clips_mean(config) else 1.0,
         measures=bound == 0,
         about=lambda: {"peak_memory_bytes": peak_bytes(shard.weights.device), "memory_baseline_bytes": baseline},
-        keep=keep,
     )  # fmt: skip
     server.run()
