@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import gc
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -186,6 +187,20 @@ def test_the_lowest_floors_use_the_standard_library_alone() -> None:
 def test_of_runs_and_data_only_one_file_loads_torch() -> None:
     own = [path for path in modules() if dotted(path).split(".")[0] in ("runs", "data")]
     assert {dotted(path) for path in own if any(within(name, "torch") for name in imports(path))} == {"runs.tensors"}
+
+
+def test_the_page_on_the_architecture_says_what_is_so() -> None:
+    """Its table has every folder with what that may import, and the files that it names exist."""
+    page = (ROOT.parents[1] / "docs" / "ARCHITECTURE.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)/` \|.*\| (.+) \|$", page, re.MULTILINE))
+    assert rows.keys() == MAY_IMPORT.keys()
+    for folder, words in rows.items():
+        listed = set(re.findall(r"\w+", words.partition(";")[0])) & MAY_IMPORT.keys()
+        if "everything" not in words and folder != "serve":
+            assert listed == {name.split(".")[0] for name in MAY_IMPORT[folder]}, folder
+    files = {path.relative_to(ROOT.parents[1]).as_posix() for path in ROOT.parents[1].glob("[a-z]*/**/*.py")}
+    named = set(re.findall(r"`([\w/]+\.py)`", page))
+    assert {name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)} == set()
 
 
 @pytest.mark.parametrize(

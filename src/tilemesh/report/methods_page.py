@@ -112,8 +112,8 @@ def utilised(curves: Sequence[MethodCurve]) -> Html:
 
 def stale(curves: Sequence[MethodCurve]) -> Html:
     """Updates between a read and the application of its gradient; how far ahead anybody was; the replay."""
-    served = [curve for curve in curves if curve.staleness]
-    items = [Bar(curve.method, age_parts(curve.staleness), f"lead at most {curve.lead}") for curve in served]
+    with_servers = [curve for curve in curves if curve.staleness]
+    items = [Bar(curve.method, age_parts(curve.staleness), f"lead at most {curve.lead}") for curve in with_servers]
     rows = [
         [
             curve.method,
@@ -121,7 +121,7 @@ def stale(curves: Sequence[MethodCurve]) -> Html:
             str(curve.lead),
             "" if curve.replay_difference is None else f"{curve.replay_difference:.1e}",
         ]
-        for curve in served
+        for curve in with_servers
     ]
     table = PageTable(["method", "gradients by age in updates", "largest lead", "difference from its replay"], rows)
     words = (

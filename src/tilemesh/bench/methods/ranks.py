@@ -106,7 +106,7 @@ def straggler_runs(
         began = time.time()
         durations = durations_of(case["slow"], workers, compute_s)
         if case["method"] == "server":
-            mine = _served(comm, workers, servers, clocks, durations, case["bound"])
+            mine = _by_servers(comm, workers, servers, clocks, durations, case["bound"])
         else:
             mine = {} if among is None else _together(among, clocks, durations, case["period"])
             leave_the_cores(comm, range(workers, comm.size))
@@ -140,7 +140,7 @@ def _together(comm: Communicator, clocks: int, durations: Durations, period: int
     return {"steps": steps, "spans": work.spans, "losses": work.losses}
 
 
-def _served(
+def _by_servers(
     comm: Communicator, workers: int, servers: int, clocks: int, durations: Durations, bound: float | None
 ) -> dict[str, Any]:
     cuts, limit = even_cuts(LENGTH, servers), math.inf if bound is None else bound

@@ -181,14 +181,14 @@ def _curve(name: str, words: str, seen: Sequence[dict[str, Any]]) -> MethodCurve
     ended = min(rank["steps"][-1] for rank in workers)
     busy = [sum(min(end, ended) - start for start, end in rank["spans"] if start < ended) for rank in workers]
     losses = [(at - began, loss) for at, loss in workers[0]["losses"]]
-    served: dict[str, Any] = {}
+    server_figures: dict[str, Any] = {}
     if servers:
-        served = {
+        server_figures = {
             "staleness": [tuple(pair) for pair in servers[0]["figures"]["staleness"]],
             "lead": max(rank["lead"] for rank in servers),
             "replay_difference": replay_difference(servers, WORKERS),
         }
-    return MethodCurve(name, words, losses, [part / (ended - began) for part in busy], **served)
+    return MethodCurve(name, words, losses, [part / (ended - began) for part in busy], **server_figures)
 
 
 def _clusters(findings: MethodsFound) -> None:
