@@ -191,6 +191,11 @@ def draw_on_device(
     -1 where logits are NaN or infinite. Bias, penalties and constraints are `draw_tokens`'s: they need the tokens.
     `scored`: also the log-probabilities of these tokens, the model's own and those as sampled.
     """
+    if kind is DrawKind.SAMPLED and logits_NV.is_cuda and logits_NV.dtype is not torch.float64:
+        from tilemesh.kernels.likeliest.draw import draw_rows  # late: Triton
+
+        drawn_N, scores_2N = draw_rows(logits_NV, draws.temperature_N, draws.uniform_N)
+        return drawn_N, scores_2N if scored else None
     tokens_N: Tensor = likeliest(logits_NV)
     shares_NV: Tensor | None = None
     if kind is not DrawKind.GREEDY:
