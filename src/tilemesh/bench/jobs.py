@@ -179,8 +179,14 @@ LAYOUTS: Mapping[str, tuple[str, str]] = {
 """Of the tiny preset on a CPU: mesh and settings. Each is predicted before it runs, and then all are graded."""
 _BARE = "train.steps=18,checkpoint.every=0,evaluate.every=0,sample.tokens=0"
 _RUNS = [f"train --out {{out}}/{name} --mesh {mesh} --set {sets},{_BARE}" for name, (mesh, sets) in LAYOUTS.items()]
-_PLACEMENTS = {"colocated": "--mesh dp=2", "split": "--placement split", "one-step-off": "--placement one-step-off"}
-_ANSWERED = "align.prompts=16,align.answers=8,align.max_tokens=48,train.steps=18,checkpoint.every=0,evaluate.every=0"
+_PLACEMENTS = {"colocated": "--mesh dp=2"} | {
+    kind: f"--placement {kind}" for kind in ("split", "one-step-off", "asynchronous")
+}
+_ANSWERED = (
+    "align.prompts=24,align.answers=16,align.running=384,align.max_tokens=16,train.steps=18,checkpoint.every=0,"
+    "evaluate.every=0"
+)
+"""Of a model that has seen next to nothing, nearly all answers are as long as they may be, as predictions take them."""
 _BEGUN = f"train --out {{out}}/start --mesh dp=1 --set train.steps=2,{_BARE.partition(',')[2]}"
 _ALIGNED = [f"align {{out}}/start --task sort --out {{out}}/{name} {flags} --set {_ANSWERED}"
             for name, flags in _PLACEMENTS.items()]  # fmt: skip

@@ -142,7 +142,7 @@ class AlignEstimator:
         return self._drawn(pool.rollout_tp, self._sequences(pool), running, placement.ahead > 1)
 
     def _drawn_s(self, tp: int, sequences: int, running: int, streams: bool) -> tuple[float, float]:
-        clock = StepClock(self.model, self.cluster, self.dtype, tp, self.rates)
+        clock = StepClock(self.model, self.cluster, self.dtype, tp, self.rates, whole=True)
         case = (self.work, sequences, running, streams, max(512, self.work.running))
         return rollout_s(clock, *case), rollout_s(clock.limit, *case)
 

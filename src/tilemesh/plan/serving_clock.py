@@ -63,7 +63,9 @@ class StepClock:
         tp: int = 1,
         rates: Rates | None = None,
         ep: int = 1,
+        whole: bool = False,
     ) -> None:
+        """`whole`: nobody hears of answers before they end."""
         self.model, self.cluster, self.dtype, self.tp, self.ep = model, cluster, dtype, tp, ep
         self.gpu = cluster.device.kind == "gpu"
         self.code: Code = "fused" if self.gpu else "eager"
@@ -74,7 +76,8 @@ class StepClock:
         # Launches are counted apart: a graph's kernels follow each other, and nothing of them is in training's figure.
         self._eager_launch_s = (rates and rates.launch_s) or cluster.device.launch_s
         self._speed = replace(speed, launch_s=0.0)
-        self._host_s = constants.SERVE_HOST_S[cluster.device.kind]
+        self._host_s = (constants.WHOLE_HOST_S if whole else constants.SERVE_HOST_S)[cluster.device.kind]
+        self._launch_s = constants.WHOLE_LAUNCH_S if whole else constants.SERVE_LAUNCH_S
         self._groups = {"tp": group(cluster, tp, 1), "ep": group(cluster, ep, tp)}
         self._ceiling = Ceiling.of_device(cluster.device)
         if rates is not None and rates.copy_bytes_per_s:
@@ -113,7 +116,7 @@ class StepClock:
         the numbers of its sequences and of its prompts' tokens."""
         if not parts or not self.gpu:
             return 0.0
-        step_s, sequence_s, token_s = constants.SERVE_LAUNCH_S
+        step_s, sequence_s, token_s = self._launch_s
         return step_s + len(parts) * sequence_s + sum(part.queries for part in parts if part.queries > 1) * token_s
 
     def limit(self, parts: Sequence[SequencePart]) -> float:
