@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,26 @@ from align_start import write_start
 
 from tilemesh.align import placement
 from tilemesh.align.config import AlignConfig, load
+from tilemesh.align.generate import Generator, unpacked_bytes
 from tilemesh.align.job import fit
 from tilemesh.align.rank import train_here
+from tilemesh.align.record import note_begin, note_drawn
+from tilemesh.align.stream import BATCH, WEIGHTS, Event
 from tilemesh.cli.commands.plan.grade import grade_run
 from tilemesh.cli.main import main
 from tilemesh.comm import run_threads
+from tilemesh.comm.runtime.communicator import Communicator
+from tilemesh.comm.runtime.observe import Note, Seen
 from tilemesh.core.calibration import Calibration, Rates
-from tilemesh.core.errors import UsageError
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.placement import KINDS, reshard_bytes
+from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.units import format_seconds
+from tilemesh.data.tokenizer import Bytes
+from tilemesh.model.families.book import read_config
+from tilemesh.model.transformer import Transformer
+from tilemesh.parallel.apply import lay
+from tilemesh.parallel.mesh import Mesh
 from tilemesh.plan.local import local_cpu
 from tilemesh.report import run, run_page
 from tilemesh.report.kind_page import Beside
@@ -28,9 +42,11 @@ from tilemesh.runs.files import write_text
 from tilemesh.runs.folder import new_run, read_summary, write_prediction
 from tilemesh.runs.kind import ALIGN
 from tilemesh.runs.metrics import STEP, latest
-from tilemesh.runs.names import FEEDBACK, SAMPLES, SUMMARY
+from tilemesh.runs.names import FEEDBACK, ROLLOUTS, SAMPLES, SUMMARY
 from tilemesh.runs.phases import predicted_phases
 from tilemesh.runs.reader import open_checkpoint
+from tilemesh.serve.config import EngineConfig
+from tilemesh.serve.load import ServedModel, load_served
 
 QUICK = (
     "align.task=sort", "align.prompts=4", "align.answers=4", "align.held_out=2", "align.pass_k=2", "train.steps=4",
@@ -40,6 +56,8 @@ QUICK = (
 SPLIT = "align.placement=split"
 AHEAD = "align.placement=one-step-off"
 SERIAL = "align.ahead=1"
+STREAM = ("align.placement=asynchronous", "align.max_tokens=24", "train.steps=6", "checkpoint.every=1",
+          "checkpoint.keep=9")  # fmt: skip
 KEYS = ("loss", "reward", "norm", "kl", "entropy", "age", "answer_tokens", "mismatch")
 
 
@@ -75,8 +93,9 @@ def assert_alike(first: Path, second: Path, exact: bool = False) -> None:
     for one, other in zip(ours, theirs, strict=True):
         for key in KEYS:
             assert one[key] == (other[key] if exact else pytest.approx(other[key], abs=1e-10)), (one["step"], key)
+    files = [folder / SAMPLES for folder in (first, second)]
     samples = [[{key: value for key, value in json.loads(line).items() if key != "seconds"} for line in
-                (folder / SAMPLES).read_text().splitlines()] for folder in (first, second)]  # fmt: skip
+                (file.read_text().splitlines() if file.is_file() else ())] for file in files]  # fmt: skip
     assert samples[0] == samples[1]
     expected = weights_of(second)
     for name, tensor in weights_of(first).items():
@@ -116,6 +135,93 @@ def test_a_run_ahead_that_was_stopped_goes_on_as_if_it_had_not_been(start: Path,
     ours, theirs = weights_of(parts), weights_of(whole)
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
     assert [line["age"] for line in steps_of(parts)] == [0, 1, 1, 1]
+
+
+def test_an_asynchronous_run_is_what_a_serial_replay_of_it_does(start: Path, tmp_path: Path) -> None:
+    """Also one that was stopped and went on; and with two engines, several steps per batch and a critic."""
+    run = on_ranks(start, tmp_path / "run", *STREAM, stop_after=3)
+    on_ranks(start, run, *STREAM, resume=True)
+    assert [line["step"] for line in steps_of(run)] == list(range(1, 7))
+    assert all(line["oldest"] <= 2 for line in steps_of(run))
+    assert_alike(on_ranks(start, tmp_path / "replay", *STREAM[1:], f"align.repeats={run}"), run, exact=True)
+    more = (*STREAM[1:], "align.algorithm=ppo", "align.minibatches=2", "align.epochs=1")
+    run = on_ranks(start, tmp_path / "two", STREAM[0], *more, "align.rollout_ranks=2", mesh="dp=2")
+    replay = on_ranks(start, tmp_path / "again", *more, f"align.repeats={run}", mesh="dp=2")
+    assert_alike(replay, run, exact=True)
+    with pytest.raises(UsageError, match="begin a new run"):
+        on_ranks(start, replay, *more, "train.steps=8", f"align.repeats={run}", mesh="dp=2", resume=True)
+
+
+def test_weights_change_within_answers(start: Path, tmp_path: Path) -> None:
+    """By a record made here. Every token is of the version that it says: its log-probability is that of a model with
+    the weights of that checkpoint."""
+    events = [Event(0, WEIGHTS, 1), Event(0, BATCH, 0), Event(3, BATCH, 1), Event(7, WEIGHTS, 2), Event(7, BATCH, 2),
+              Event(10, WEIGHTS, 3), Event(10, BATCH, 3), Event(14, WEIGHTS, 4)]  # fmt: skip
+    note_begin(tmp_path, 0, 1)
+    note_drawn(tmp_path, BATCH, 3, [events])
+    sets = (*STREAM[2:], "align.max_tokens=6", "train.steps=4", "align.held_out=0", f"align.repeats={tmp_path}")
+    run = on_ranks(start, tmp_path / "run", *sets)
+    assert_alike(on_ranks(start, tmp_path / "beside", STREAM[0], *sets), run, exact=True)
+    models = {1: load_served(start, dtype=torch.float64).model}
+    for version in range(2, 5):
+        reader = open_checkpoint(run, version - 1, lambda text: None)
+        models[version] = Transformer(models[1].config, device="cpu", dtype=torch.float64).requires_grad_(False)
+        for name, parameter in models[version].named_parameters():
+            parameter.copy_(reader.weight(name))
+    both = 0
+    for file in sorted((run / ROLLOUTS).glob("drawn-*")):
+        rollout, _, _ = unpacked_bytes(file.read_bytes())
+        both += int((rollout.first_version < rollout.last_version).sum())
+        for places in map(rollout.row, range(len(rollout))):
+            tokens, versions = torch.from_numpy(rollout.tokens[places]), rollout.versions[places]
+            for version in {*versions[rollout.trainable[places]].tolist()}:
+                logits_TV = models[version](tokens[None, :-1])[0]
+                logprob_T = logits_TV.log_softmax(-1).gather(1, tokens[1:, None])[:, 0].numpy()
+                at = np.flatnonzero(versions == version)
+                np.testing.assert_allclose(rollout.logprobs[places][at], logprob_T[at - 1], rtol=0, atol=1e-10)
+    assert both > 0
+    for place, (event, words) in enumerate(
+        [(Event(99, WEIGHTS, 5), "nothing to do at"), (Event(2, WEIGHTS, 5), "ends")]
+    ):
+        note_begin(tmp_path, 0, 1)
+        note_drawn(tmp_path, BATCH, 3, [[*events[:2], event]])
+        with pytest.raises(RunError, match=words):
+            on_ranks(start, tmp_path / f"unlike-{place}", *sets)
+
+
+def test_engines_that_are_cut_otherwise_than_training(start: Path, tmp_path: Path) -> None:
+    """Training on tp 2, an engine on each rank: the numbers of one process. What an update moves is HybridFlow's volume
+    of the matrices, which are what tp cuts."""
+    alone = on_ranks(start, tmp_path / "alone")
+    assert_alike(on_ranks(start, tmp_path / "cut", "align.rollout_tp=1", mesh="dp=1,tp=2"), alone)
+    config = dataclasses.replace(read_config(start), kv_heads=4)  # fewer than ranks are had by several of them
+
+    def moved(comm: Communicator, tp: int, ranks: int) -> int:
+        received = [0]
+
+        def observer(seen: Seen) -> Note:
+            others = tp // ranks - 1  # of an exchange's bytes, a rank has its own
+            share = seen.nbytes * others // (others + 1)
+            return lambda began, ended, calls: received.__setitem__(0, received[0] + share * calls)
+
+        comm.observe(observer, every=1)
+        laid = lay(Transformer(config, seed=3), Mesh(comm, tp=tp), ParallelPlan(tp=tp))
+        served = ServedModel("", Transformer(config, device="meta"), Bytes(), frozenset())
+        generator = Generator(laid, served, torch.float32, EngineConfig(running=2), ranks=ranks)
+        received[0] = 0
+        generator.update(1)
+        update = received[0]
+        whole = dict(Transformer(config, seed=3).named_parameters())
+        if ranks == 1:
+            assert generator.engine is not None
+            for name, tensor in generator.engine.served.model.named_parameters():
+                assert torch.equal(tensor, whole[name]), name
+        generator.close()
+        return update
+
+    cut = sum(4 * each.numel() for each in Transformer(config, device="meta").parameters() if each.dim() > 1)
+    for tp, ranks in ((2, 1), (4, 2), (4, 1)):
+        assert run_threads(tp, partial(moved, tp=tp, ranks=ranks)) == [reshard_bytes(cut, tp, 1, ranks)] * tp
 
 
 @pytest.mark.slow
@@ -170,7 +276,7 @@ def test_the_best_placement_is_one_that_runs(
     monkeypatch.setattr(placement, "local_machine", lambda text, machine: MACHINE)
     config = load(start, sets=[*QUICK], mesh="dp=2")
     ranked = placement.rank_placements(config, ())
-    assert {each.placement.kind for each in ranked} == {"colocated", "split", "one-step-off"}
+    assert {each.placement.kind for each in ranked} == set(KINDS)
     for each in ranked:
         chosen = load(start, sets=[*QUICK, *placement.settings_of(each.placement)], mesh="dp=2")
         assert chosen.plan.world + chosen.align.ranks_beside == 2

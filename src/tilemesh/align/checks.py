@@ -24,17 +24,20 @@ def check_position(steps: int, position: int, rows: int) -> None:
         )
 
 
-def check_rollout(rollout: Rollout, version: int, answers: int) -> None:
-    """Of a batch that was drawn by weights of this version."""
+def check_rollout(rollout: Rollout, versions: range, answers: int) -> None:
+    """Of a batch that was to be drawn by weights of these versions."""
     _, size = np.unique(rollout.group, return_counts=True)
     if (size != answers).any():
         raise RunError(f"a group has {int(size[size != answers][0])} of its {answers} answers: groups were split")
     drawn = rollout.versions[rollout.trainable]
     if (drawn < 0).any():
         raise RunError("tokens are trained that the model did not draw: a prompt, or a turn of the history")
-    if (drawn != version).any():
-        wrong = int(drawn[drawn != version][0])
-        raise RunError(f"answers were drawn by weights of version {wrong}, and {version} train: the engine is behind")
+    outside = drawn[(drawn < versions.start) | (drawn >= versions.stop)]
+    if outside.size:
+        expected = f"{versions.start}" if len(versions) == 1 else f"{versions.start} to {versions.stop - 1}"
+        raise RunError(
+            f"answers were drawn by weights of version {outside[0]}, and {expected} train: the engine is behind"
+        )
     if (rollout.trained == 0).any():
         raise RunError("an answer has no trained token: its end was masked with padding")
     last = rollout.starts[1:] - 1

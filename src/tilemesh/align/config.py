@@ -99,14 +99,22 @@ class FeedbackConfig:
     dtype: str = ""
     """Of the engine's weights: fp32, bf16, fp16 or fp64; empty: bf16 on a GPU where training computes in it, else that
     of the training weights, whose memory is then shared."""
-    placement: Literal["colocated", "split", "one-step-off"] = "colocated"
+    placement: Literal["colocated", "split", "one-step-off", "asynchronous"] = "colocated"
     """Whether all ranks draw answers and train in turn (colocated), or `rollout_ranks` more draw them: while the others
-    wait (split), or one batch ahead of the update (one-step-off)."""
+    wait (split), one batch ahead of the update (one-step-off), or batch after batch by the newest weights, which change
+    while answers are under way (asynchronous)."""
     rollout_ranks: Count = 1
     """Ranks that only draw answers, in addition to those of the plan."""
-    ahead: Annotated[int, Range(0, 1)] | None = None
-    """Batches that are drawn before the update which they would follow; none: 1 where one-step-off, else 0. With 1 and
-    colocated, a run does one after the other what one-step-off does at once."""
+    rollout_tp: Count | None = None
+    """Ranks of an engine beside training, a divisor of tp; none: all of tp. With fewer there are more engines, and an
+    update brings each of their ranks what others have of its part."""
+    ahead: Annotated[int, Range(0, 64)] | None = None
+    """Batches that may be begun before the update which they would follow: no token is older when it is trained on.
+    None: 1 where one-step-off, 2 where asynchronous, else 0. With 1 and colocated, a run does one after the other what
+    one-step-off does at once."""
+    repeats: Path | None = None
+    """A run that was asynchronous: its answers are drawn again by the same weights, one after the other (colocated, a
+    replica for each rank that drew) or meanwhile (asynchronous)."""
     running: Count = 256
     """Answers that the engine computes at a time."""
     sleep: bool | None = None
@@ -209,7 +217,13 @@ class FeedbackConfig:
 
     @property
     def batches_ahead(self) -> int:
-        return int(self.placement == "one-step-off") if self.ahead is None else self.ahead
+        usual = 2 if self.streams else int(self.placement == "one-step-off")
+        return usual if self.ahead is None else self.ahead
+
+    @property
+    def streams(self) -> bool:
+        """Whether engines draw batch after batch, as weights come."""
+        return not self.is_of_pairs and (self.placement == "asynchronous" or self.repeats is not None)
 
     @property
     def steps_per_batch(self) -> int:
@@ -379,6 +393,24 @@ CONFLICTS: tuple[Conflict[AlignConfig], ...] = (
         "weights or activations that move by layer are passed over in a pipeline's order", "plan.offload=optimizer"),
     row("align.placement", lambda config: config.align.placement != "colocated" and config.align.is_of_pairs,
         "pairs are read, and nobody draws answers", "align.placement=colocated"),
+    row("align.ahead", lambda config: config.align.batches_ahead > 1 and not config.align.streams,
+        "a batch would be drawn whole by weights that are older than they must be", "align.placement=asynchronous"),
+    row("align.ahead align.placement", lambda config: config.align.streams and config.align.batches_ahead < 2,
+        "an engine that may begin no second batch waits for weights as it does one step off", "align.ahead=2"),
+    row("align.repeats align.placement plan.tp",
+        lambda config: config.align.repeats is not None and config.align.placement != "asynchronous"
+        and (config.align.ranks_beside > 0 or config.plan.tp > 1),
+        "each engine takes its steps by itself, whole, when it did: on ranks that train, or on as many as drew",
+        "align.placement=asynchronous"),
+    row("align.rollout_tp plan.tp", lambda config: config.align.rollout_tp is not None
+        and config.plan.tp % config.align.rollout_tp > 0,
+        "a rank of an engine joins whole parts of ranks that train", "align.rollout_tp=1"),
+    row("align.rollout_tp align.placement", lambda config: (config.align.rollout_tp or 1) > 1
+        and config.align.ranks_beside > 0,
+        "an engine on ranks of its own is one rank", "align.rollout_tp=1"),
+    row("align.invariant align.rollout_tp plan.tp", lambda config: config.align.invariant
+        and (config.align.rollout_tp or config.plan.tp) != config.plan.tp,
+        "sums over more or fewer ranks are other bits", "align.rollout_tp=none"),
     row("align.invariant plan.tp", lambda config: config.align.invariant and config.plan.tp > 2,
         "a sum of more than two parts depends on their order, which an exchange chooses by its size", "plan.tp=2"),
     row("align.invariant align.placement plan.tp",

@@ -21,6 +21,7 @@ from safetensors.numpy import save as to_bytes
 from torch import Tensor, nn
 
 from tilemesh.align.formulas.rollout import Rollout
+from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.errors import RunError
 from tilemesh.measure.timing import without_collection
 from tilemesh.model.fresh import give_memory
@@ -28,6 +29,8 @@ from tilemesh.model.kinds import Adapted, projections
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.apply import lay_beside
 from tilemesh.parallel.laid import Laid
+from tilemesh.parallel.mesh import Mesh
+from tilemesh.parallel.whole import reshard
 from tilemesh.serve.answers import Completion
 from tilemesh.serve.config import EngineConfig
 from tilemesh.serve.engine import Engine
@@ -40,31 +43,31 @@ from tilemesh.serve.runner import Runner
 class EngineSeat:
     """A rank with an engine, or a place for one."""
 
-    _engine: Engine | None = None
+    engine: Engine | None = None
     _sleeps = False
 
     def answer(self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> list[Completion]:
         """Answers in the order of the prompts, on a rank that has an engine; elsewhere none."""
-        if self._engine is None or not prompts:
+        if self.engine is None or not prompts:
             return []
-        if self._engine.asleep:
-            self._engine.wake()
+        if self.engine.asleep:
+            self.engine.wake()
         with without_collection():  # a step makes thousands of short-lived objects, and the collector looks at them all
-            completions = list(self._engine.generate(prompts, list(samplings)))
+            completions = list(self.engine.generate(prompts, list(samplings)))
         if self._sleeps:
-            self._engine.sleep(1)
+            self.engine.sleep(1)
         return completions
 
     def _write(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Weights of the very model that the engine was made for: nobody looks again whether they fit it."""
-        assert self._engine is not None
-        self._engine.write_weights(WeightSource({}, weights), version, "recompute")
-        if self._engine.version != version:
-            raise RunError(f"the engine has weights of version {self._engine.version}: expected {version}")
+        assert self.engine is not None
+        self.engine.write_weights(WeightSource({}, weights), version, "recompute")
+        if self.engine.version != version:
+            raise RunError(f"the engine has weights of version {self.engine.version}: expected {version}")
 
     def close(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
+        if self.engine is not None:
+            self.engine.close()
 
 
 class RolloutEngine(EngineSeat):
@@ -75,7 +78,7 @@ class RolloutEngine(EngineSeat):
         give_memory(model, device, together=True)
         model.eval().requires_grad_(False)
         self.device, engine = device, dataclasses.replace(engine, device=device.type)
-        self._engine = Engine(dataclasses.replace(served, model=model, origin=None), engine)
+        self.engine = Engine(dataclasses.replace(served, model=model, origin=None), engine)
 
     def update(self, weights: Mapping[str, Tensor], version: int) -> None:
         self._write(iter(weights.items()), version)
@@ -92,9 +95,11 @@ class Generator(EngineSeat):
         engine: EngineConfig,
         sleeps: bool | None = None,
         is_elsewhere: bool = False,
+        ranks: int | None = None,
     ) -> None:
         """`served`: what tokens mean, and what ends an answer; its model has no memory. `sleeps`: whether the engine
-        gives the memory of pages back after each batch of answers; by default on a GPU. A collective call along tp."""
+        gives the memory of pages back after each batch of answers; by default on a GPU. `ranks`: of an engine, a
+        divisor of tp; None: all of it. A collective call along tp."""
         self.laid, self.device = laid, next(laid.module.parameters()).device
         self._sleeps = self.device.type == "cuda" if sleeps is None else sleeps
         self._version = 0
@@ -107,29 +112,49 @@ class Generator(EngineSeat):
         self._adapted = {
             name: (layer, layer.kind) for name, layer in projections(laid.model) if isinstance(layer.kind, Adapted)
         }
+        self.place = laid.mesh.dp.index, laid.mesh.dp.size
+        """Which of how many engines is this rank's."""
+        self._gathers: tuple[Communicator, Sequence[int]] | None = None
+        """Ranks that have together what an engine's rank needs, where that is more than one of them has."""
         if is_elsewhere:
             return
-        meta = torch.device("meta")
-        part = lay_beside(Transformer(config, device=meta, dtype=dtype), laid, meta)
-        weights = dict(self._local_weights())
-        is_shared = all(tensor.dtype == dtype for tensor in weights.values()) and not self._adapted
+        meta, mesh = torch.device("meta"), self._engine_mesh(ranks or laid.mesh.tp.size)
+        part = lay_beside(Transformer(config, device=meta, dtype=dtype), laid, meta, mesh)
+        self._wanted = part.shards
+        weights = {} if self._gathers else dict(self.local_weights())
+        is_shared = bool(weights) and not self._adapted and all(each.dtype == dtype for each in weights.values())
         if is_shared:
             _share(part.model, weights)
         else:
             give_memory(part.model, self.device, together=True)
         # Parts of matrices do not lie together as groups of products would lay them: they stay where they are stepped.
-        part.model.eval().requires_grad_(is_shared and laid.mesh.tp.size > 1)
-        if laid.mesh.tp.index:
+        part.model.eval().requires_grad_(is_shared and mesh.tp.size > 1)
+        if mesh.tp.index:
             self._runner = following_runner(part, self.device, engine.invariant, engine.packed)
             return
 
         def make_runner(*arguments: Any) -> Runner:
-            self._runner = LeadingRunner(part, *arguments) if laid.mesh.tp.size > 1 else None
+            self._runner = LeadingRunner(part, *arguments) if mesh.tp.size > 1 else None
             return self._runner or Runner(*arguments)
 
         engine = dataclasses.replace(engine, device=self.device.type)
         served = dataclasses.replace(served, model=part.model, origin=None)
-        self._engine = Engine(served, engine, make_runner=make_runner)
+        self.engine = Engine(served, engine, make_runner=make_runner)
+
+    def _engine_mesh(self, ranks: int) -> Mesh:
+        """Of an engine of fewer ranks than tp has: consecutive ones have together what one of an engine needs, which is
+        the fewest bytes that can be moved (HybridFlow's; Sheng et al. 2025, arXiv 2409.19256)."""
+        tp, dp = self.laid.mesh.tp, self.laid.mesh.dp
+        if ranks == tp.size:
+            return self.laid.mesh
+        each = tp.size // ranks
+        first = tp.index // each * each
+        gathers, engine = tp.comm.split(tp.index // each), tp.comm.split(tp.index % each)
+        assert gathers is not None
+        assert engine is not None
+        self._gathers = gathers, self.laid.mesh.members("tp")[first : first + each]
+        self.place = dp.index * each + tp.index % each, dp.size * each
+        return Mesh(engine, tp=ranks)
 
     def wait(self) -> None:
         """Until a GPU has done what it was given: the last update."""
@@ -141,18 +166,18 @@ class Generator(EngineSeat):
         if self._version == version:
             return
         self._version = version
-        if self._engine is not None:
-            self._write(self._local_weights(), version)
+        if self.engine is not None:
+            self._write(self.engine_weights(), version)
         elif self._runner is not None:
-            self._runner.write_weights(self._local_weights())
+            self._runner.write_weights(self.engine_weights())
 
     @contextlib.contextmanager
     def together(self) -> Iterator[bool]:
         """Inside, whether this rank is to ask its engine; when that one is done, the replica's others are as well (a
         collective call along tp)."""
-        if self._engine is None and self._runner is not None:
+        if self.engine is None and self._runner is not None:
             follow_steps(self._runner)
-        yield self._engine is not None
+        yield self.engine is not None
         if isinstance(self._runner, LeadingRunner):
             self._runner.release()
 
@@ -160,9 +185,16 @@ class Generator(EngineSeat):
         """On the first rank of the mesh all weights, adapters merged (a collective call)."""
         if self.laid.mesh.tp.size > 1:
             return self._joined()
-        return dict(self._local_weights()) if self.laid.mesh.comm.rank == 0 else None
+        return dict(self.local_weights()) if self.laid.mesh.comm.rank == 0 else None
 
-    def _local_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def engine_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Weights of this rank's part of the engine (a collective call where that is more than its own)."""
+        if self._gathers is None:
+            return self.local_weights()
+        parts = ((self.laid.shards[name], tensor) for name, tensor in self.local_weights())
+        return reshard(parts, self._wanted, *self._gathers)
+
+    def local_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Weights of this rank's own part, adapters merged."""
         with torch.no_grad():
             for name in self.names:

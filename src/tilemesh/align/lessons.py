@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from tilemesh.align.answers import Answers
 from tilemesh.align.config import AlignConfig, of_run
-from tilemesh.align.drawing import AnswerDrawing, Answers, RemoteDrawing, serve_answers
+from tilemesh.align.drawing import AnswerDrawing, RemoteDrawing, RepeatedDrawing, StreamDrawing, serve_answers
 from tilemesh.align.formulas.algorithms import ALGORITHMS, PREFERENCES
 from tilemesh.align.generate import Generator, RolloutEngine
 from tilemesh.align.head import Reference, add_critic, add_value_head, base_figures, token_figures
@@ -96,11 +97,14 @@ class FeedbackLessons(Lessons):
             self._closing.append(without_onednn())
         is_elsewhere = self.align.ranks_beside > 0
         dtype = self._dtype(laid.stream_dtype, next(laid.module.parameters()).is_cuda)
-        generator = Generator(laid, self.served, dtype, self._engine(), self.align.sleep, is_elsewhere)
+        generator = Generator(
+            laid, self.served, dtype, self._engine(), self.align.sleep, is_elsewhere, self.align.rollout_tp
+        )
         rewards = Rewards(self.align, laid)
-        turns = AnswerTurns(generator, self.prompts)
-        answers = Answers(self.align, turns, rewards, recorder)
-        drawing = (RemoteDrawing if is_elsewhere else AnswerDrawing)(answers, generator, laid.mesh, self.link)
+        turns = AnswerTurns(self.prompts)
+        answers = Answers(self.align, generator, turns, rewards, recorder)
+        kinds = (RepeatedDrawing, StreamDrawing) if self.align.streams else (AnswerDrawing, RemoteDrawing)
+        drawing = kinds[is_elsewhere](answers, generator, laid.mesh, self.link)
         self._rollouts = source = RolloutSource(
             self.run, laid, reference, drawing, rewards, self.feedback, recorder, self.folder
         )
@@ -113,9 +117,9 @@ class FeedbackLessons(Lessons):
         baseline = 0 if device.type == "cuda" else peak_bytes(device)
         dtype = self._dtype(stored_dtype(self.config.plan.precision), device.type == "cuda")
         engine = RolloutEngine(self.served, dtype, self._engine(), device)
-        rewards, turns = Rewards(self.align, None), AnswerTurns(engine, self.prompts)
+        rewards, turns = Rewards(self.align, None), AnswerTurns(self.prompts)
         self._closing += [engine.close, turns.close, rewards.close]
-        serve_answers(link, engine, Answers(self.align, turns, rewards, recorder), baseline)
+        serve_answers(link, engine, Answers(self.align, engine, turns, rewards, recorder), baseline)
 
     def objective(self, laid: Laid, source: Source) -> Objective:
         return self.feedback.objective()
@@ -143,6 +147,7 @@ class FeedbackLessons(Lessons):
     def _engine(self) -> EngineConfig:
         align = self.align
         many = max(align.prompts * align.answers, align.held_out * align.pass_k)
+        many *= 2 + align.batches_ahead if align.streams else 1
         return EngineConfig(
             running=align.running, waiting=many, seed=self.config.train.seed, invariant=align.invariant,
             context=self.config.context, step_tokens=_STEP_TOKENS, packed=False if self.run.is_small else None,

@@ -14,7 +14,7 @@ from tilemesh.core.config import to_dict
 from tilemesh.core.conflicts import PLAN_CONFLICTS, refusals
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.hardware import device_for, parse_cluster
-from tilemesh.core.placement import ACTOR, CRITIC, ENGINE, REFERENCE, REWARD, AlignWork, Placement, Pool
+from tilemesh.core.placement import ACTOR, CRITIC, ENGINE, KINDS, REFERENCE, REWARD, AlignWork, Placement, Pool
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.plan_file import ALIGN, plan_text
 from tilemesh.data.cases import read_cases
@@ -27,8 +27,6 @@ from tilemesh.plan.placements import search_placements
 from tilemesh.plan.space import Pins
 from tilemesh.train.predict import predict_run
 
-RUN = ("colocated", "split", "one-step-off")
-"""Kinds of placements that this room runs."""
 _LOOKED_AT = 16
 """Prompts whose length is looked at before a run."""
 _LETTERS = 4
@@ -55,10 +53,8 @@ def why_not_run(placement: Placement) -> str:
     engine, actor = placement.pool(ENGINE), placement.pool(ACTOR)
     plan = actor.plan
     assert plan is not None
-    if placement.ahead > 1:
-        return "answers are drawn at most one batch ahead"
-    if engine.rollout_tp != (plan.tp if len(pools) == 1 else 1):
-        return "an engine beside training is cut as that is, and one on ranks of its own is one rank"
+    if plan.tp % engine.rollout_tp if len(pools) == 1 else engine.rollout_tp > 1:
+        return "a rank of an engine joins whole parts of ranks that train, and one on ranks of its own is one rank"
     if len(pools) > 1 and len(engine.models) > 1:
         return "models beside the engine lie on the ranks that train"
     return "" if can_align(plan) else "a layout that feedback is not trained with"
@@ -98,7 +94,7 @@ def run_work(config: AlignConfig, on_gpu: bool = False) -> AlignWork:
 
 
 def rank_placements(
-    config: AlignConfig, gpus: Sequence[str], kinds: Sequence[str] = RUN, drawing: int | None = None
+    config: AlignConfig, gpus: Sequence[str], kinds: Sequence[str] = tuple(KINDS), drawing: int | None = None
 ) -> list[PlacementPrediction]:
     """Placements of a run on as many ranks of this machine as it has, and with its layout but for dp; the quickest
     first. RunError or UsageError where none is possible, or this machine was not measured."""
@@ -132,10 +128,10 @@ def run_placement(config: AlignConfig) -> Placement:
     plan, work = config.plan, run_work(config)
     beside = (CRITIC,) * (work.critic == "own") + (REFERENCE,) * bool(work.reference)
     beside += (REWARD,) * (work.reward == "model")
-    pools = [Pool(plan.world, (ACTOR, ENGINE, *beside), plan, plan.tp)]
+    pools = [Pool(plan.world, (ACTOR, ENGINE, *beside), plan, config.align.rollout_tp or plan.tp)]
     if config.align.ranks_beside:
         pools = [Pool(plan.world, (ACTOR, *beside), plan), Pool(config.align.ranks_beside, (ENGINE,))]
-    return Placement(tuple(pools), config.align.batches_ahead)
+    return Placement(tuple(pools), config.align.batches_ahead if len(pools) > 1 else 0)
 
 
 def _estimator(config: AlignConfig, gpus: Sequence[str]) -> AlignEstimator:
@@ -161,6 +157,8 @@ def settings_of(placement: Placement) -> list[str]:
     plan, engine = placement.pool(ACTOR).plan, placement.pool(ENGINE)
     assert plan is not None
     drawing = [f"align.rollout_ranks={engine.ranks}"] if len(placement.pools) > 1 else []
+    drawing += [f"align.ahead={placement.ahead}"] if placement.ahead > 1 else []
+    drawing += [f"align.rollout_tp={engine.rollout_tp}"] if engine is placement.pool(ACTOR) else []
     return [f"align.placement={placement.kind}", f"plan.dp={plan.dp}", *drawing]
 
 
@@ -171,6 +169,8 @@ def placement_text(placement: Placement, work: AlignWork, model: ModelConfig, no
     align = {name: getattr(work, name) for name in ("algorithm", "prompts", "answers", "minibatches", "running")}
     align |= {"max_tokens": work.tokens, "epochs": work.epochs or 0, "placement": placement.kind}
     align |= {"rollout_ranks": engine.ranks} if len(placement.pools) > 1 else {}
+    align |= {"ahead": placement.ahead} if placement.ahead > 1 else {}
+    align |= {"rollout_tp": engine.rollout_tp} if engine.rollout_tp != actor.tp and len(placement.pools) == 1 else {}
     align |= {"critic": "own"} if work.critic == "own" else {}
     sections = {ALIGN: align, "lora": {"rank": work.lora}, "model": to_dict(model)}
     return plan_text(ALIGN, note, actor.to_dict(), **sections)
@@ -182,4 +182,6 @@ def placement_words(config: AlignConfig) -> str:
     if not beside:
         return f"colocated: {config.plan.world} rank{'s' * (config.plan.world > 1)} draw answers and train in turn"
     when = "one batch ahead of the update" if ahead else "while the others wait"
+    if config.align.streams:
+        when = f"batch after batch, at most {ahead} ahead of the update"
     return f"{config.align.placement}: {config.plan.world} train, {beside} more draw answers {when}"

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tilemesh.align import checks
 from tilemesh.align.config import AlignConfig
-from tilemesh.align.drawing import AnswerDrawing, PromptBatch
+from tilemesh.align.drawing import AnswerDrawing, RepeatedDrawing, StreamDrawing
 from tilemesh.align.formulas import advantages
 from tilemesh.align.formulas.algorithms import BASELINES
 from tilemesh.align.formulas.rollout import LENGTH, Floats, Rollout, Whole, join
@@ -31,8 +31,11 @@ from tilemesh.align.generate import packed_bytes, unpacked_bytes
 from tilemesh.align.head import Reference, token_figures
 from tilemesh.align.objective import FLOATS, SEQUENCE, WEIGHT, FeedbackObjective
 from tilemesh.align.prompts import Prompt
+from tilemesh.align.record import note_begin, note_drawn, read_events
 from tilemesh.align.rewards import Rewards
 from tilemesh.align.shared import PassRows, padded_rows, shared_rows
+from tilemesh.align.stream import BATCH, HELD_OUT
+from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.files import replacing
 from tilemesh.core.shard import share
 from tilemesh.data.order import rows_of
@@ -94,6 +97,13 @@ class RolloutSource(Source):
         """Which batch is being drawn, by weights of which version."""
         self._pieces: list[bytes] | None = None
         """Of that, where it was collected before it was needed."""
+        self._batches = -(-config.train.steps // self.align.steps_per_batch)
+        self._streams = False
+        """Whether engines that draw batch after batch have begun."""
+        engines = self.align.ranks_beside or self.mesh.dp.size
+        self._events = {} if self.align.repeats is None else read_events(self.align.repeats, engines)
+        self._held_out_at: set[int] = set()
+        """Versions by which held-out prompts are answered again."""
 
     def fetch(self, number: int) -> list[Microbatch]:
         align = self.align
@@ -117,6 +127,8 @@ class RolloutSource(Source):
 
     def go_on(self, steps: int, position: int) -> None:
         checks.check_position(steps, position, self.align.rows)
+        if steps and self.align.repeats is not None:
+            raise UsageError("align.repeats: what engines did is repeated from the first step on; begin a new run")
 
     def held_out_bytes_per_token(self) -> float | None:
         return None
@@ -129,8 +141,12 @@ class RolloutSource(Source):
             return
         self._finish_drawing()
         seconds = dict(self._timed.seconds)  # an evaluation is no part of a step
-        self.drawing.begin(PromptBatch(0, len(prompts), self.align.pass_k, True), self._steps_done + 1)
-        rollout, parts, _ = self._paid(self.drawing.finish())
+        version = self._steps_done + 1
+        self._renew(self._steps_done // self.align.steps_per_batch, version, is_batch=False)
+        self.drawing.begin(self.drawing.answers.held_out(), version)
+        pieces = self.drawing.finish()
+        self._note_drawn(HELD_OUT, version)
+        rollout, parts, _ = self._paid(pieces)
         self._timed.seconds = seconds
         paid = rollout.reward.reshape(len(prompts), -1)
         full = parts["task"].reshape(paid.shape) >= 1 if "task" in parts else paid >= 1
@@ -159,7 +175,7 @@ class RolloutSource(Source):
         figures = self.objective.step_figures(loss, self._step_tokens(batch, inner % self.align.minibatches))
         held, self._held = self._held, {}
         seconds, self._timed.seconds = self._timed.seconds, {}
-        if (batch.rollout.last_version > batch.number * self.align.steps_per_batch).all():  # by the same weights
+        if (batch.rollout.first_version > batch.number * self.align.steps_per_batch).all():  # by the same weights
             checks.check_mismatch(figures["mismatch"], next(self.laid.module.parameters()).dtype, self.config)
         phases = {f"seconds/{phase}": taken for phase, taken in seconds.items()}
         return {**figures, **self._batch_figures(batch, number), **phases, **held}
@@ -180,24 +196,70 @@ class RolloutSource(Source):
     def _drawn(self, iteration: int, number: int) -> tuple[Rollout, dict[str, Floats], int]:
         """A batch's answers, and what they are paid; the next batch is begun where it is to be drawn ahead."""
         ahead, early = self.align.batches_ahead, self._early_file(iteration)
-        if self._begun is None and ahead and early.is_file():
+        oldest = version = number
+        if ahead and self._begun is None and not self._streams and early.is_file():
             rollout, parts, notes = unpacked_bytes(early.read_bytes())
             assert isinstance(notes, dict)
             version, pieces = int(notes["version"]), [packed_bytes(rollout, parts, notes["failures"])]
+            oldest = int(notes.get("oldest", version))
+        elif self.align.streams:
+            oldest, pieces = self._oldest(number), self._streamed(iteration, number)
         else:
             if self._begun is None:
                 self._begin(iteration, number)
             assert self._begun is not None
             version, pieces = self._begun[1], self._collected()
-        if ahead and (iteration + 1) * self.align.steps_per_batch < self.config.train.steps:
+            oldest = version
+        if ahead and not self.align.streams and iteration + 1 < self._batches:
             self._begin(iteration + 1, number)
         rollout, parts, failures = self._paid(pieces)
-        checks.check_rollout(rollout, version, self.align.answers)
+        checks.check_rollout(rollout, range(oldest, version + 1), self.align.answers)
         return rollout, parts, failures
+
+    def _renew(self, iteration: int, version: int, is_batch: bool = True) -> None:
+        """Give engines that draw batch after batch the weights of now, for a batch or held-out prompts. Until a batch
+        is needed that is not on disk, they are begun for the latter alone (a collective call)."""
+        if not isinstance(self.drawing, StreamDrawing | RepeatedDrawing):
+            return
+        align, repeats = self.align, self.align.repeats is not None
+        begins = iteration in self._events if repeats else not self._streams
+        if begins and not self._early_file(iteration).is_file() and (is_batch or version not in self._held_out_at):
+            events = self._events.pop(iteration, None)
+            if self.mesh.comm.rank == 0:
+                note_begin(self.folder, iteration, version)
+            self.drawing.begin_batches(iteration, events)
+            self._streams = True
+            self._held_out_at = {each.number for own in events or () for each in own if each.kind == HELD_OUT}
+        if repeats and not is_batch and version not in self._held_out_at:
+            raise RunError(f"{align.repeats} answered no held-out prompts by weights of version {version}: evaluate "
+                           "when it did")  # fmt: skip
+        newest = (version - 1) // align.steps_per_batch + align.batches_ahead
+        self.drawing.renew(version, min(self._batches, newest + 1) if self._streams else 0)
+
+    def _streamed(self, iteration: int, number: int) -> list[bytes]:
+        """A batch of engines that draw one after the other; kept, since nobody could draw it again."""
+        assert isinstance(self.drawing, StreamDrawing | RepeatedDrawing)
+        self._renew(iteration, number)
+        pieces = self.drawing.collect(BATCH, iteration)
+        self._note_drawn(BATCH, iteration)
+        if self.mesh.comm.rank == 0 and self.config.training.checkpoint.every:
+            self._keep_early(iteration, pieces, number, self._oldest(number))
+            self._forget_files(iteration)
+        return pieces
+
+    def _oldest(self, number: int) -> int:
+        """The version of weights that tokens of a batch may be of at least."""
+        return max(1, number - self.align.batches_ahead * self.align.steps_per_batch)
+
+    def _note_drawn(self, kind: str, number: int) -> None:
+        if self._streams and isinstance(self.drawing, StreamDrawing):
+            events = self.drawing.happened()
+            if self.mesh.comm.rank == 0:
+                note_drawn(self.folder, kind, number, events)
 
     def _begin(self, iteration: int, version: int) -> None:
         self._begun = (iteration, version)
-        self.drawing.begin(PromptBatch(iteration * self.align.prompts, self.align.prompts, self.align.answers), version)
+        self.drawing.begin(self.drawing.answers.batch(iteration), version)
 
     def _collected(self) -> list[bytes]:
         pieces, self._pieces = self._pieces, None
@@ -209,11 +271,14 @@ class RolloutSource(Source):
         if self._begun is None or sys.exc_info()[0] is not None:  # a rank that failed cannot wait for the others
             return
         iteration, version = self._begun
-        rollout, parts, failures = _joined(self._collected())
+        pieces = self._collected()
         if self.mesh.comm.rank == 0:
-            _write_batch(
-                self._early_file(iteration), packed_bytes(rollout, parts, {"version": version, "failures": failures})
-            )
+            self._keep_early(iteration, pieces, version, version)
+
+    def _keep_early(self, iteration: int, pieces: Sequence[bytes], version: int, oldest: int) -> None:
+        rollout, parts, failures = _joined(pieces)
+        notes = {"version": version, "oldest": oldest, "failures": failures}
+        _write_batch(self._early_file(iteration), packed_bytes(rollout, parts, notes))
 
     def _paid(self, pieces: Sequence[bytes]) -> tuple[Rollout, dict[str, Floats], int]:
         """Answers with what they are paid."""
@@ -359,7 +424,8 @@ class RolloutSource(Source):
             "answer_tokens": float(rollout.trained.mean()),
             "truncated": sum(reason == LENGTH for reason in rollout.finish) / len(rollout),
             "groups_alike": float((deviation == 0).mean()), "unscored": batch.failures / len(rollout),
-            "age": float(number - rollout.last_version.mean()),
+            "age": float(number - rollout.versions[rollout.trainable].mean()),
+            "oldest": float(number - rollout.first_version.min()),
         }  # fmt: skip
 
     def _write_samples(self, prompts: Sequence[Prompt], rollout: Rollout, parts: Mapping[str, Floats]) -> None:
@@ -380,10 +446,11 @@ class RolloutSource(Source):
         return self.folder / ROLLOUTS / f"drawn-{iteration:08d}.safetensors"
 
     def _forget_files(self, iteration: int) -> None:
-        """Those that no checkpoint would go on in the middle of."""
-        steps = [step for step, _ in checkpoints(self.folder / CHECKPOINTS)]
-        needed = {self._kept_file(step // self.align.steps_per_batch) for step in steps} | {self._kept_file(iteration)}
-        for file in (self.folder / ROLLOUTS).glob("batch-*.safetensors"):
+        """Those that no checkpoint would go on with."""
+        begun = [step // self.align.steps_per_batch for step, _ in checkpoints(self.folder / CHECKPOINTS)]
+        needed = {self._kept_file(each) for each in (*begun, iteration)}
+        needed |= {self._early_file(each) for each in range(min(begun, default=0), iteration + 2)}
+        for file in (self.folder / ROLLOUTS).glob("*-*.safetensors"):
             if file not in needed:
                 file.unlink(missing_ok=True)
 

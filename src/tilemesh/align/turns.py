@@ -14,13 +14,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from tilemesh.align.formulas.rollout import LENGTH, Rollout, Segment, pack
-from tilemesh.align.generate import EngineSeat
 from tilemesh.align.prompts import Prompt, PromptSource
 from tilemesh.core.errors import RunError
 from tilemesh.data.cases import Case
 from tilemesh.data.tokenizer import encode_prompt
 from tilemesh.launch.function import FunctionProcess
-from tilemesh.serve.answers import Answer
+from tilemesh.serve.answers import Answer, Completion
 from tilemesh.serve.request import Sampling
 from tilemesh.serve.sampling import sampled_logprobs
 
@@ -53,37 +52,37 @@ class DrawnTalk:
 
 
 class AnswerTurns:
-    """Draws conversations of up to `align.turns` answers."""
+    """What is asked of an engine, turn by turn, in conversations of up to `align.turns` answers."""
 
-    def __init__(self, generator: EngineSeat, prompts: PromptSource) -> None:
-        self.generator, self.prompts, self.align = generator, prompts, prompts.align
+    def __init__(self, prompts: PromptSource) -> None:
+        self.prompts, self.align = prompts, prompts.align
         spec = self.align.environment
         self._environment = FunctionProcess(spec, self.align.deadline_s) if spec else None
 
-    def draw(self, prompts: Sequence[Prompt], answers: int) -> list[DrawnTalk]:
+    def begun(self, prompts: Sequence[Prompt], answers: int) -> list[DrawnTalk]:
         """So many for each prompt, in their order."""
-        begun = [DrawnTalk(each, place, [Segment(each.tokens)]) for each in prompts for place in range(answers)]
-        self._answer(begun, answers, [self.prompts.sampling(each, answers) for each in prompts])
-        going = begun
-        for turn in range(1, self.align.turns):
-            going = self._heard([each for each in going if each.finish != LENGTH])
-            keyed = [each.prompt._replace(seed=_seed(each, turn)) for each in going]
-            self._answer(going, 1, [self.prompts.sampling(each, 1) for each in keyed])
-        return begun
+        return [DrawnTalk(each, place, [Segment(each.tokens)]) for each in prompts for place in range(answers)]
 
-    def _answer(self, going: Sequence[DrawnTalk], answers: int, samplings: Sequence[Sampling]) -> None:
-        """One more of each; so many have a prompt in common. Refuses answers to other prompts than were asked."""
-        asked = [each.tokens for each in going[::answers]]
-        for place, completion in enumerate(self.generator.answer(asked, samplings)):
-            if list(completion.prompt_tokens) != asked[place]:
+    def asked(self, going: Sequence[DrawnTalk], answers: int, turn: int) -> list[tuple[list[int], Sampling]]:
+        """Tokens and how they are answered; in the first turn so many have a prompt in common."""
+        if turn == 0:
+            return [(each.tokens, self.prompts.sampling(each.prompt, answers)) for each in going[::answers]]
+        keyed = [each.prompt._replace(seed=_seed(each, turn)) for each in going]
+        return [(each.tokens, self.prompts.sampling(key, 1)) for each, key in zip(going, keyed, strict=True)]
+
+    def add(self, going: Sequence[DrawnTalk], answers: int, completions: Sequence[Completion]) -> None:
+        """An answer to each. Refuses those to other prompts than were asked."""
+        for place, completion in enumerate(completions):
+            if list(completion.prompt_tokens) != going[place * answers].tokens:
                 raise RunError(f"answer {place} is to another prompt than was asked: the order of completion counts")
             for each, answer in zip(going[place * answers :], completion.answers, strict=False):
                 each.add(answer, self.prompts.text_of(answer.tokens))
 
-    def _heard(self, going: Sequence[DrawnTalk]) -> list[DrawnTalk]:
+    def heard(self, going: Sequence[DrawnTalk], turn: int) -> list[DrawnTalk]:
         """Those that the environment goes on with, and that have room for another answer."""
-        assert self._environment is not None
-        heard = []
+        if self._environment is None or turn >= self.align.turns:
+            return []
+        heard, going = [], [each for each in going if each.finish != LENGTH]
         calls = [(each.prompt.text, each.texts, each.prompt.case) for each in going]
         for each, called in zip(going, self._environment(calls), strict=True):
             if isinstance(called.value, str) and called.value:

@@ -126,19 +126,20 @@ def lay(
     return Laid(model, mesh, plan, shards, seams, exchanged, names, use, elsewhere)
 
 
-def lay_beside(model: Transformer, laid: Laid, device: torch.device | None = None) -> Laid:
+def lay_beside(model: Transformer, laid: Laid, device: torch.device | None = None, mesh: Mesh | None = None) -> Laid:
     """A model that is never trained, such as a teacher, beside one that is: over tp alone, and tokens are not cut.
 
     A collective call along tp; ranks may each decide whether they need it. The model is on the meta device: its part
-    here, on `device` or where the other's is, is NaN until `load`.
+    here, on `device` or where the other's is, is NaN until `load`. `mesh`: over whose tp, if not the other's.
     """
-    plan = ParallelPlan(tp=laid.plan.tp, precision=laid.plan.precision)
-    seams = Seams(laid.mesh.tp.comm, algorithm=laid.seams.algorithm)
+    mesh = mesh or laid.mesh
+    plan = ParallelPlan(tp=mesh.tp.size, precision=laid.plan.precision)
+    seams = Seams(mesh.tp.comm, algorithm=laid.seams.algorithm)
     device = device or next(laid.module.parameters()).device
-    shards = _cut(model, transformer_splits(model.config, model.part), laid.mesh, plan, seams, device)
+    shards = _cut(model, transformer_splits(model.config, model.part), mesh, plan, seams, device)
     model.eval().requires_grad_(False)
     use = dataclasses.replace(TRAINING, marked=laid.use.marked, tp=plan.tp)
-    beside = Laid(model, laid.mesh, plan, shards, seams, laid.gradients, use=use)
+    beside = Laid(model, mesh, plan, shards, seams, laid.gradients, use=use)
     beside.own_tokens = None if laid.seams.context is None else laid.seams.context.own
     return beside
 

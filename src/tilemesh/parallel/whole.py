@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -35,6 +35,44 @@ def gather_parts(
             waiting = []
         waiting.append((mine, local))
     return wholes | _gather_packed(waiting, group, members) if waiting else wholes
+
+
+def reshard(
+    parts: Iterable[tuple[Shard, Tensor]], wanted: Mapping[str, Shard], group: Communicator, members: Sequence[int]
+) -> Iterator[tuple[str, Tensor]]:
+    """Tensors as another layout cuts them, one after the other, from the boxes of a group that has them together, whose
+    ranks in the mesh are these (a collective call). What is not cut moves nowhere."""
+    waiting: list[tuple[Shard, Tensor]] = []
+    for mine, local in parts:
+        if _is_everywhere(mine):
+            yield mine.name, local
+            continue
+        packed = sum(math.prod(part.whole) * tensor.element_size() for part, tensor in waiting)
+        if waiting and (waiting[0][1].dtype != local.dtype or packed >= _PACK_BYTES):
+            yield from _regrouped(waiting, wanted, group, members)
+            waiting = []
+        waiting.append((mine, local))
+    if waiting:
+        yield from _regrouped(waiting, wanted, group, members)
+
+
+def _regrouped(
+    parts: Sequence[tuple[Shard, Tensor]], wanted: Mapping[str, Shard], group: Communicator, members: Sequence[int]
+) -> Iterator[tuple[str, Tensor]]:
+    """Several parameters in one exchange."""
+    everyone = [[mine.on(rank) for mine, _ in parts] for rank in members]
+    counts = [sum(math.prod(mine.shape) for mine in shards) for shards in everyone]
+    flat = group.all_gather(torch.cat([local.flatten() for _, local in parts]), counts=counts)
+    pieces = [shard_views(packed, shards) for shards, packed in zip(everyone, flat.split(counts), strict=True)]
+    for number, (mine, local) in enumerate(parts):
+        into = local.new_empty(wanted[mine.name].shape)
+        for at, whole in wanted[mine.name].boxes:
+            for shards, tensors in zip(everyone, pieces, strict=True):
+                for own, theirs in shards[number].boxes:
+                    if common := whole.overlap(theirs):
+                        part = tensors[number][own.slices][common.within(theirs)]
+                        into[at.slices][common.within(whole)] = part
+        yield mine.name, into
 
 
 def _is_everywhere(mine: Shard) -> bool:

@@ -37,7 +37,10 @@ def rollout_s(clock: Clock, work: AlignWork, sequences: int, running: int, strea
     if waiting:
         steps = waiting * sum(each) / len(each) / running
         total += steps * clock([SequencePart(1, round(work.prompt + work.mean_age), 1)] * running)
-    return total if streams else total + _drain_s(clock, work, running, each)
+    if not streams:
+        return total + _drain_s(clock, work, running, each)
+    again = round(work.prompt / min(work.answers, running) + work.mean_age)  # with new weights, which come once
+    return total + clock([SequencePart(again, again, 0)] * running)
 
 
 def _drain_s(clock: Clock, work: AlignWork, running: int, each: Sequence[float]) -> float:

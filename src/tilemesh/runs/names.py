@@ -11,6 +11,7 @@ server-records/  what each parameter server did, in its order, since the run was
 base.json        size and digest of the frozen weights below adapters (LoRA), as the run began
 align.toml       what a run of kind `align` learns from   samples.jsonl   answers to held-out prompts, over time
 first-weights/   what it began with, where that was a run   rollout-batches/  answers of the steps under way
+drawing.jsonl    when engines that draw batch after batch began what, with which weights
 
 What lies inside a checkpoint is named in `manifest.py`.
 """
@@ -44,12 +45,14 @@ FEEDBACK = "align.toml"
 SAMPLES = "samples.jsonl"
 START = "first-weights"
 ROLLOUTS = "rollout-batches"
+DRAWING = "drawing.jsonl"
 CARRIED = "huggingface"
 """What lay beside the weights that a run began with: `export` writes it again."""
 
 WRITTEN = frozenset({
     ABOUT, CONFIG, ENVIRONMENT, PREDICTED, CHOICES, METRICS, SUMMARY, ROWS, SAMPLE, TRACE, TRACE_PARTS, CHECKPOINTS,
     PAGE, SERVER_RECORDS, BASE, CARRIED, FEEDBACK, SAMPLES, ROLLOUTS,
+    DRAWING,
 })  # fmt: skip
 """Everything in a run's folder but its lock, and what has a number in its name."""
 

@@ -163,6 +163,8 @@ class Engine:
             self._core.on_end = self._core.draft.forget
         elif self._guesser is not None:
             self._core.on_end = self._guesser.forget
+        self._taken = 0
+        self._before_step: Callable[[int, bool], None] = lambda taken, busy: None
         self._thread = threading.Thread(target=self._work, name="tilemesh-engine", daemon=True)
         self._thread.start()
         if config.shared_by == 1:
@@ -315,6 +317,30 @@ class Engine:
         opened = open_weights(source, step)
         check_weights(opened, self.served.model)
         return opened
+
+    def drive(self, before: Callable[[int, bool], None]) -> None:
+        """From now on call this before every step, and when woken, in the thread that takes steps: with how many it has
+        taken, and whether there is something to do. What is submitted there, and weights of `change_weights`, belong to
+        the step that follows: what is computed is then a function of what came before which step."""
+        self._before_step = before
+
+    def wake_up(self) -> None:
+        """Let an engine that has nothing to do look whether it has."""
+        with self._lock:
+            self._inbox.append(lambda: None)
+            self._lock.notify()
+
+    def change_weights(self, source: WeightSource, version: int) -> None:
+        """Of the step that follows, where `drive` calls: what was computed with others is computed again. Weights that
+        it has are not written, and what was computed with them before is not found."""
+
+        def change() -> None:
+            if version == self.version:
+                self._core.renew(version)
+            else:
+                self._weights.update(source, version, "recompute")
+
+        self._core.changes.append((False, change))
 
     def write_weights(self, source: WeightSource, version: int | None, running: WhileRunning) -> int:
         self._weights.next_version(version)  # refused before anybody is waited for
@@ -530,6 +556,7 @@ class Engine:
 
     def _take_steps(self) -> None:
         while True:
+            self._before_step(self._taken, self._core.busy)
             with self._lock:
                 self._core.take_time(time.monotonic_ns())
                 while not self._inbox and not self._core.busy and not self._closing:
@@ -547,6 +574,7 @@ class Engine:
             self._core.take_changes()
             if self._core.busy:
                 self._core.step()
+                self._taken += 1
         self._core.abort_all()  # of an engine that sleeps
 
 

@@ -30,7 +30,7 @@ class AlignOptions:
     preferences: str | None = option(None, "Pairs with prompt, chosen and rejected, one JSON object per line.", "FILE")
     mesh: str | None = option(None, "How the ranks are laid out.", "dp=2,tp=2")
     plan: str | None = option(None, "Instead: a plan of `tilemesh plan align --out`.", "PLAN.toml")
-    placement: Literal["auto", "colocated", "split", "one-step-off"] | None = option(
+    placement: Literal["auto", "colocated", "split", "one-step-off", "asynchronous"] | None = option(
         None, "Which ranks draw answers; auto: the best for as many ranks as the mesh has."
     )
     sets: tuple[str, ...] = option((), "align.answers=16,train.steps=200,...", "A=B,...", flag="--set")
