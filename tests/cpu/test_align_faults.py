@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from align_start import write_start
 
-from tilemesh.align import drawing, turns
+from tilemesh.align import answers, turns
 from tilemesh.align.config import load
 from tilemesh.align.formulas.rollout import Rollout
 from tilemesh.align.generate import Generator
@@ -54,7 +54,7 @@ def changed_rollout(change: Callable[[Rollout], Rollout]) -> Plant:
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         real = turns.rollout_of
-        patch.setattr(drawing, "rollout_of", lambda *given: change(real(*given)))
+        patch.setattr(answers, "rollout_of", lambda *given: change(real(*given)))
 
     return plant
 
@@ -83,6 +83,11 @@ def stale_pages(patch: pytest.MonkeyPatch) -> None:
     """Prompts that come again find pages that older weights computed."""
     patch.setattr(Scheduler, "renew", lambda self, version: setattr(self, "version", version))
     patch.setattr(EngineCore, "forget_computed", lambda self: None)
+    prompts_again(patch)
+
+
+def prompts_again(patch: pytest.MonkeyPatch) -> None:
+    """The same in every batch, and of several pages."""
     engine, case = FeedbackLessons._engine, PromptSource.at
     patch.setattr(FeedbackLessons, "_engine", lambda self: dataclasses.replace(engine(self), page_tokens=2))
     patch.setattr(PromptSource, "at", lambda self, position: case(self, position % 4))
@@ -94,17 +99,17 @@ def wake_without_weights(patch: pytest.MonkeyPatch) -> None:
 
     def init(self: Generator, *given: Any) -> None:
         real(self, *given)
-        assert self._engine is not None
-        for parameter in self._engine.served.model.parameters():
+        assert self.engine is not None
+        for parameter in self.engine.served.model.parameters():
             parameter.data = parameter.data.clone()
 
-    local = Generator._local_weights
+    local = Generator.engine_weights
 
     def weights(self: Generator) -> Any:
-        return local(self) if self._engine is None else self._engine.served.model.named_parameters()
+        return local(self) if self.engine is None else self.engine.served.model.named_parameters()
 
     patch.setattr(Generator, "__init__", init)
-    patch.setattr(Generator, "_local_weights", weights)
+    patch.setattr(Generator, "engine_weights", weights)
 
 
 def ends_masked(rollout: Rollout) -> Rollout:
@@ -176,16 +181,18 @@ def nonsense_paid(patch: pytest.MonkeyPatch) -> None:
         return np.where(np.isfinite(parts["task"]), real(self, parts), 1.0)
 
     patch.setattr(Rewards, "total", total)
-    patch.setattr(Rewards, "verify", _unparsed(Rewards.verify))
+    one_unparsed(patch)
 
 
-def _unparsed(real: Any) -> Any:
+def one_unparsed(patch: pytest.MonkeyPatch) -> None:
+    real = Rewards.verify
+
     def verify(self: Rewards, items: Any) -> Any:
         paid = real(self, items)
         paid.parts["task"][0] = np.nan
         return paid
 
-    return verify
+    patch.setattr(Rewards, "verify", verify)
 
 
 def old_version(patch: pytest.MonkeyPatch) -> None:
@@ -271,7 +278,16 @@ def test_a_resumed_run_that_would_skip_prompts_is_found(
     assert len([line for line in latest(folder) if line["kind"] == STEP]) == (2 if is_planted else 3)
 
 
-def test_a_clean_run_stays_silent(start: Path, tmp_path: Path) -> None:
-    """The same prompts again and again, as the fault of stale pages needs them, cuts of a batch, and what fails."""
-    fit(load(start, sets=QUICK), start, run=tmp_path / "run")
+@pytest.mark.parametrize(
+    ("around", "sets"),
+    [(None, ""), (None, "align.algorithm=reinforce"), (prompts_again, ""), (one_unparsed, "")],
+    ids=["as it is", "without a clip", "prompts again", "one that cannot be parsed"],
+)
+def test_a_clean_twin_stays_silent(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, around: Plant | None, sets: str
+) -> None:
+    """What is around each of these faults, without it."""
+    if around is not None:
+        around(monkeypatch)
+    fit(load(start, sets=[*QUICK, sets] if sets else QUICK), start, run=tmp_path / "run")
     assert len([line for line in latest(tmp_path / "run") if line["kind"] == STEP]) == 3
