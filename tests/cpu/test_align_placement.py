@@ -19,7 +19,7 @@ from tilemesh.align.generate import Generator, unpacked_bytes
 from tilemesh.align.job import fit
 from tilemesh.align.rank import train_here
 from tilemesh.align.record import note_begin, note_drawn
-from tilemesh.align.stream import BATCH, WEIGHTS, Event
+from tilemesh.align.stream import BATCH, WEIGHTS, EngineEvent
 from tilemesh.cli.commands.plan.grade import grade_run
 from tilemesh.cli.main import main
 from tilemesh.comm import run_threads
@@ -155,8 +155,9 @@ def test_an_asynchronous_run_is_what_a_serial_replay_of_it_does(start: Path, tmp
 def test_weights_change_within_answers(start: Path, tmp_path: Path) -> None:
     """By a record made here. Every token is of the version that it says: its log-probability is that of a model with
     the weights of that checkpoint."""
-    events = [Event(0, WEIGHTS, 1), Event(0, BATCH, 0), Event(3, BATCH, 1), Event(7, WEIGHTS, 2), Event(7, BATCH, 2),
-              Event(10, WEIGHTS, 3), Event(10, BATCH, 3), Event(14, WEIGHTS, 4)]  # fmt: skip
+    happened = [(0, WEIGHTS, 1), (0, BATCH, 0), (3, BATCH, 1), (7, WEIGHTS, 2), (7, BATCH, 2), (10, WEIGHTS, 3),
+                (10, BATCH, 3), (14, WEIGHTS, 4)]  # fmt: skip
+    events = [EngineEvent(*each) for each in happened]
     note_begin(tmp_path, 0, 1)
     note_drawn(tmp_path, BATCH, 3, [events])
     sets = (*STREAM[2:], "align.max_tokens=6", "train.steps=4", "align.held_out=0", f"align.repeats={tmp_path}")
@@ -181,7 +182,7 @@ def test_weights_change_within_answers(start: Path, tmp_path: Path) -> None:
                 np.testing.assert_allclose(rollout.logprobs[places][at], logprob_T[at - 1], rtol=0, atol=1e-10)
     assert both > 0
     for place, (event, words) in enumerate(
-        [(Event(99, WEIGHTS, 5), "nothing to do at"), (Event(2, WEIGHTS, 5), "ends")]
+        [(EngineEvent(99, WEIGHTS, 5), "nothing to do at"), (EngineEvent(2, WEIGHTS, 5), "ends")]
     ):
         note_begin(tmp_path, 0, 1)
         note_drawn(tmp_path, BATCH, 3, [[*events[:2], event]])

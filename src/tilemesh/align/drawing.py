@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilemesh.align.answers import Answers, PromptBatch
 from tilemesh.align.generate import Generator, RolloutEngine
-from tilemesh.align.stream import HELD_OUT, AnswerStream, Event
+from tilemesh.align.stream import HELD_OUT, AnswerStream, EngineEvent
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.launch.board import my_status
 from tilemesh.parallel.agree import everyones, tell, tell_bytes
@@ -101,7 +101,7 @@ class RemoteDrawing(AnswerDrawing):
 class StreamDrawing(RemoteDrawing):
     """By ranks that draw batch after batch."""
 
-    def begin_batches(self, first: int, events: Sequence[Sequence[Event]] | None = None) -> None:
+    def begin_batches(self, first: int, events: Sequence[Sequence[EngineEvent]] | None = None) -> None:
         """From this one on. `events`: of each engine, to be repeated."""
         self._tell(first=first, events=events)
 
@@ -119,10 +119,10 @@ class StreamDrawing(RemoteDrawing):
         self._collect(kind, number)
         return self.finish()
 
-    def happened(self) -> list[list[Event]]:
+    def happened(self) -> list[list[EngineEvent]]:
         """To each engine, since this was asked last; on the first rank that trains."""
         self._tell(happened=True)
-        return [[Event(*each) for each in json.loads(raw)] for raw in self._told()]
+        return [[EngineEvent(*each) for each in json.loads(raw)] for raw in self._told()]
 
     def _collect(self, kind: str, number: int) -> None:
         self._tell(collect=(kind, number))
@@ -131,7 +131,7 @@ class StreamDrawing(RemoteDrawing):
 class RepeatedDrawing(AnswerDrawing):
     """By engines of the ranks that train, what engines elsewhere drew meanwhile, one after the other."""
 
-    def begin_batches(self, first: int, events: Sequence[Sequence[Event]] | None = None) -> None:
+    def begin_batches(self, first: int, events: Sequence[Sequence[EngineEvent]] | None = None) -> None:
         assert events is not None
         assert self.generator.engine is not None
         self._stream = self._stream or AnswerStream(self.generator.engine, self.answers, *self._part)
@@ -157,7 +157,7 @@ class RepeatedDrawing(AnswerDrawing):
         self._raw = self._stream.collect(kind, number)
         return self.finish()
 
-    def happened(self) -> list[list[Event]]:
+    def happened(self) -> list[list[EngineEvent]]:
         return []
 
     def close(self) -> None:
@@ -205,7 +205,7 @@ def _obey(
 ) -> bytes | None:
     """What a rank that draws batch after batch is told; a reply, where one is waited for."""
     if "first" in told:
-        to_do = None if told["events"] is None else [Event(*each) for each in told["events"][engine]]
+        to_do = None if told["events"] is None else [EngineEvent(*each) for each in told["events"][engine]]
         stream.begin(told["first"], to_do)
     elif "end" in told:
         stream.give(told["version"], weights, told["end"])

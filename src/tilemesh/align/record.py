@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tilemesh.align.stream import BATCH, Event
+from tilemesh.align.stream import BATCH, EngineEvent
 from tilemesh.core.errors import RunError
 from tilemesh.core.files import replacing
 from tilemesh.runs.names import DRAWING
 
-Events = list[list[Event]]
+Events = list[list[EngineEvent]]
 """Of each engine."""
 
 
@@ -42,7 +42,7 @@ def read_events(folder: Path, engines: int) -> dict[int, Events]:
         if len(line["events"]) != engines:
             raise RunError(f"{folder}: {len(line['events'])} ranks drew answers there, and {engines} engines are here")
         for own, more in zip(events, line["events"], strict=True):
-            own += [Event(*each) for each in more]
+            own += [EngineEvent(*each) for each in more]
     if not begun:
         raise RunError(f"{folder} has no {DRAWING}: expected a run whose placement is asynchronous")
     return begun

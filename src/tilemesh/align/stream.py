@@ -31,7 +31,7 @@ Weights = Mapping[str, Tensor] | Callable[[], Iterator[tuple[str, Tensor]]]
 Key = tuple[str, int]
 
 
-class Event(NamedTuple):
+class EngineEvent(NamedTuple):
     """What came before a step of the engine, counted from the first batch that it began."""
 
     step: int
@@ -55,8 +55,8 @@ class AnswerStream:
         self._under_way: dict[Key, tuple[DrawnPart, list[PromptJob]]] = {}
         self._left: dict[Key, int] = {}  # answers that have not ended
         self._drawn: dict[Key, Future[bytes]] = {}
-        self._to_do: list[Event] | None = None
-        self._events: list[Event] = []
+        self._to_do: list[EngineEvent] | None = None
+        self._events: list[EngineEvent] = []
         self._begun_at: int | None = 0
         """How many steps the engine had taken; None: begins when the engine has nothing to do."""
         self._lacks = 0
@@ -69,7 +69,7 @@ class AnswerStream:
 
     # ---- from whoever trains ---------------------------------------------------------------------------------------
 
-    def begin(self, first: int, to_do: Sequence[Event] | None = None) -> None:
+    def begin(self, first: int, to_do: Sequence[EngineEvent] | None = None) -> None:
         """From this batch on; what is under way is dropped. `to_do`: the events of a run that is repeated."""
         with self._changed:
             for job in (job for _, jobs in self._under_way.values() for job in jobs):
@@ -120,7 +120,7 @@ class AnswerStream:
             while not (self._lacks or (not self._to_do and not self._under_way)):
                 self._wait()
 
-    def happened(self) -> list[Event]:
+    def happened(self) -> list[EngineEvent]:
         """Since this was asked last."""
         with self._changed:
             events, self._events = self._events, []
@@ -158,17 +158,17 @@ class AnswerStream:
                 self._do(event)
             self._changed.notify_all()
 
-    def _due(self, step: int) -> Iterator[Event]:
+    def _due(self, step: int) -> Iterator[EngineEvent]:
         """What may happen now."""
         newest = max(self._weights, default=0)
         if newest > self._version:
-            yield Event(step, WEIGHTS, newest)
+            yield EngineEvent(step, WEIGHTS, newest)
         for key in list(self._ready):
-            yield Event(step, *key)
+            yield EngineEvent(step, *key)
         while self._next < self._end:
-            yield Event(step, BATCH, self._next)
+            yield EngineEvent(step, BATCH, self._next)
 
-    def _again(self, step: int, to_do: list[Event]) -> Iterator[Event]:
+    def _again(self, step: int, to_do: list[EngineEvent]) -> Iterator[EngineEvent]:
         """What happened before this step, as soon as there is what it takes."""
         while to_do and to_do[0].step == step and not self._closing and to_do is self._to_do:
             event = to_do[0]
@@ -180,7 +180,7 @@ class AnswerStream:
             self._changed.notify_all()
             self._changed.wait()
 
-    def _do(self, event: Event) -> None:
+    def _do(self, event: EngineEvent) -> None:
         _, kind, number, turn = event
         if kind == WEIGHTS:
             given = self._weights[number]
