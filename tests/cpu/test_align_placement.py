@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +23,7 @@ from tilemesh.align.config import AlignConfig, load
 from tilemesh.align.generate import Generator, unpacked_bytes
 from tilemesh.align.job import fit
 from tilemesh.align.rank import train_here
-from tilemesh.align.record import note_begin, note_drawn
+from tilemesh.align.record import note_begin, note_drawn, read_events
 from tilemesh.align.stream import BATCH, WEIGHTS, EngineEvent
 from tilemesh.cli.commands.plan.grade import grade_run
 from tilemesh.cli.main import main
@@ -42,7 +47,7 @@ from tilemesh.runs.files import write_text
 from tilemesh.runs.folder import new_run, read_summary, write_prediction
 from tilemesh.runs.kind import ALIGN
 from tilemesh.runs.metrics import STEP, latest
-from tilemesh.runs.names import FEEDBACK, ROLLOUTS, SAMPLES, SUMMARY
+from tilemesh.runs.names import FEEDBACK, METRICS, ROLLOUTS, SAMPLES, SUMMARY
 from tilemesh.runs.phases import predicted_phases
 from tilemesh.runs.reader import open_checkpoint
 from tilemesh.serve.config import EngineConfig
@@ -152,6 +157,18 @@ def test_an_asynchronous_run_is_what_a_serial_replay_of_it_does(start: Path, tmp
         on_ranks(start, replay, *more, "train.steps=8", f"align.repeats={run}", mesh="dp=2", resume=True)
 
 
+def test_conversations_are_repeated(tmp_path: Path) -> None:
+    """What an environment says comes before a step of the engine too, whenever it has said it."""
+    start, file = write_start(tmp_path / "start", "vowels", 40), tmp_path / "talk.py"
+    file.write_text("def reply(prompt, turns, case):\n    return 'ab:' if len(turns) < 3 else None\n")
+    more = ("align.task=vowels", f"align.environment={file}:reply", "align.turns=3", "align.max_tokens=9",
+            "align.prompts=8", "align.deadline_s=60")  # fmt: skip
+    run = on_ranks(start, tmp_path / "run", STREAM[0], *more)
+    events = [each for _, own in read_events(run, 1).items() for each in own[0]]
+    assert {each.turn for each in events if each.kind == BATCH} >= {0, 1}
+    assert_alike(on_ranks(start, tmp_path / "replay", *more, f"align.repeats={run}"), run, exact=True)
+
+
 def test_weights_change_within_answers(start: Path, tmp_path: Path) -> None:
     """By a record made here. Every token is of the version that it says: its log-probability is that of a model with
     the weights of that checkpoint."""
@@ -233,11 +250,42 @@ def test_processes_draw_for_one_another(start: Path, tmp_path: Path) -> None:
     assert [line["age"] for line in steps_of(folder)] == [0, 1]
 
 
-def test_pairs_are_drawn_by_nobody(start: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_an_asynchronous_run_that_was_killed_is_repeated(start: Path, tmp_path: Path) -> None:
+    """Batches that had been drawn are trained on again, engines begin anew, and all of it is a serial replay's."""
+    sets, killed = (*STREAM[1:], "train.steps=8", "checkpoint.every=3"), tmp_path / "killed"
+    command = [sys.executable, "-m", "tilemesh", "align", str(start), "--out", str(killed)]
+    command += ["--placement", "asynchronous", "--set", ",".join((*QUICK, *sets))]
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
+    while process.poll() is None and len(steps_of(killed) if (killed / METRICS).is_file() else ()) < 5:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    first = [line for line in steps_of(killed) if line["step"] <= 4]
+    fit(None, resume=killed)
+    again = [line for line in steps_of(killed) if line["step"] <= 4]
+    assert [line["loss"] for line in again] == [line["loss"] for line in first]
+    (killed / SAMPLES).unlink()  # what was evaluated twice stands there twice
+    replay = on_ranks(start, tmp_path / "replay", *sets, f"align.repeats={killed}")
+    (replay / SAMPLES).unlink()
+    assert_alike(replay, killed, exact=True)
+
+
+def test_what_does_not_fit_a_placement_is_refused(start: Path, tmp_path: Path) -> None:
     file = tmp_path / "pairs.jsonl"
     file.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
     with pytest.raises(UsageError, match=r"align\.placement.*nobody draws answers"):
         load(start, sets=["align.algorithm=dpo", f"align.preferences={file}", SPLIT])
+    for sets, mesh, words in [
+        ((AHEAD, "align.ahead=2"), "dp=1", "older than they must be"),
+        ((STREAM[0], "align.ahead=1"), "dp=1", "as it does one step off"),
+        (("align.rollout_tp=2",), "dp=1", "whole parts of ranks that train"),
+        ((SPLIT, "align.rollout_tp=2"), "dp=1,tp=2", "is one rank"),
+        (("align.rollout_tp=1", "align.invariant=true", "plan.precision=fp32"), "dp=1,tp=2", "are other bits"),
+        ((SPLIT, f"align.repeats={tmp_path}"), "dp=1", "takes its steps by itself"),
+    ]:
+        with pytest.raises(UsageError, match=words):
+            load(start, sets=[*QUICK, *sets], mesh=mesh)
 
 
 ONE = Rates(matmul_flops_per_s={"fp32": 40e9, "fp64": 20e9}, copy_bytes_per_s=9e9, elementwise_bytes_per_s=8e9,
