@@ -11,7 +11,7 @@ from torch import nn
 
 import tilemesh as tm
 from tilemesh.core.errors import UsageError
-from tilemesh.graph import backend, build
+from tilemesh.graph import backend, build, joining
 from tilemesh.graph.backend import as_kernels
 from tilemesh.graph.by_torch import run_torch
 from tilemesh.graph.emit import program
@@ -121,16 +121,65 @@ def test_q_k_and_v_become_one_product() -> None:
     assert count == 2
     assert sum(node.op == "dot" for node in joined.nodes()) == 3
     products = [node for node in graph.nodes() if node.op == "dot"][:1] * 3
-    assert saved_bytes(products) == 2 * 64 * 8 * 8 - 2 * 3 * 8 * 8 * 8
+    assert saved_bytes(products) == 2 * 64 * 8 * 8
     torch.manual_seed(0)
     given = [torch.randn(64, 8, dtype=torch.float64), *(torch.randn(8, 8, dtype=torch.float64) for _ in range(3))]
     for mine, theirs in zip(program(joined)(*given), program(graph)(*given), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
+class _Branches(nn.Module):
+    """Three convolutions of one picture, with a bias each."""
+
+    def __init__(self, taps: int) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Conv2d(4, out, taps, padding=taps // 2) for out in (3, 5, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([branch(x).relu() for branch in self.branches], 1)
+
+
 def test_few_rows_are_not_worth_joining() -> None:
     graph = _attention(8, 64)
     assert joined_products(graph) == (graph, 0)
+
+
+@pytest.mark.parametrize(("side", "taps", "joins"), [(6, 3, True), (6, 1, True), (300, 3, True), (300, 1, False)])
+def test_convolutions_of_one_picture_become_one_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, side: int, taps: int, joins: bool
+) -> None:
+    """A block of Inception: where a launch, or reading the picture for every tap, is worth more than reading slices."""
+    used = backend.Backend()
+    with torch.no_grad():
+        compiled = torch.compile(_Branches(taps).double(), backend=used, dynamic=False)
+        compiled(torch.randn(2, 4, side, side, dtype=torch.float64))
+    graph = used.report.pieces[0].before
+    assert graph is not None
+    assert joined_products(graph) == (graph, 0)
+    monkeypatch.setitem(joining.LAUNCH, "interpret", 1 << 20)
+    joined, count = joined_products(graph, "interpret")
+    assert count == (2 if joins else 0)
+    if side == 6:
+        torch.manual_seed(0)
+        given = [torch.randn([int(size) for size in node.shape], dtype=torch.float64) for node in graph.inputs]
+        torch.testing.assert_close(run_torch(joined, *given), run_torch(graph, *given), rtol=1e-12, atol=1e-12)
+
+
+def test_weights_that_every_step_reads_are_put_together_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four products in each of five steps, as of NasRNN's cell: one step's bytes alone do not pay for its weights."""
+    monkeypatch.setitem(joining.LAUNCH, "interpret", 1000)
+    weights = [build.argument(name, [16, 16], "float64") for name in "abcd"]
+    for steps, dots in ((1, 4), (5, 5)):
+        state = x = build.argument("x", [2, 16], "float64")
+        for _ in range(steps):
+            first, second, third, fourth = (build.dot(state, weight) for weight in weights)
+            state = build.add(build.multiply(build.relu(first), second), build.multiply(build.sigmoid(third), fourth))
+        graph = Graph((x, *weights), (state,))
+        joined, _ = joined_products(graph, "interpret")
+        assert sum(node.op == "dot" for node in joined.nodes()) == dots
+        assert sum(node.op == "concat" for node in joined.nodes()) == (steps > 1)
+        given = [torch.randn([int(size) for size in node.shape], dtype=torch.float64) for node in graph.inputs]
+        torch.testing.assert_close(run_torch(joined, *given), run_torch(graph, *given), rtol=1e-12, atol=1e-12)
 
 
 def _trained_equally(monkeypatch: pytest.MonkeyPatch, module: nn.Module, *given: torch.Tensor) -> list[Graph]:

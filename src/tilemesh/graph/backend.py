@@ -344,7 +344,7 @@ def _planned_from(
     """A traced module as it was lowered, the graph that shall run, and the rewrites between them."""
     lowered = lower(module, kernels=way is not None)
     better, steps = simplify(lowered.graph, ALGEBRA)
-    better = apart(joined_products(better)[0], lowered.made, lowered.strides)
+    better = apart(joined_products(better, way)[0], lowered.made, lowered.strides)
     if way is None:
         return lowered, better, steps
     pictures = zip(better.inputs, inputs, strict=False)
