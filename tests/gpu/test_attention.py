@@ -63,6 +63,27 @@ def test_forward_and_backward(mask, width, dtype):
         assert distance(found, true) <= 2 * distance(theirs, true) + torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize("mask", ["causal", "window", "packed"])
+@pytest.mark.parametrize("width", [64, 128])
+def test_sinks_on_hopper_and_elsewhere(mask, width):
+    """Of each head a score more: the result, and all four gradients; `auto` takes the kernels."""
+    options = on_gpu(MASKS[mask])
+    starts = options.pop("starts", None)
+    q, k, v = (heads(1, count, 700, width, seed=seed) for seed, count in enumerate((8, 2, 2)))
+    sinks, upstream = 2 * torch.randn(8, device="cuda"), heads(1, 8, 700, width, seed=4)
+    found = [tensor.detach().requires_grad_() for tensor in (q, k, v, sinks)]
+    true = [tensor.detach().double().requires_grad_() for tensor in (q, k, v, sinks)]
+    y, exact = (
+        attention(*found[:3], starts, found[3], **options),
+        reference.exact(*true[:3], starts, true[3], **options),
+    )
+    assert excess(y, exact, reference.error_bound(q, k, v, starts, sinks, **options)) is None
+    made = torch.autograd.grad(y, found, upstream)
+    assert made[3].dtype is torch.float32
+    for mine, wanted in zip(made, torch.autograd.grad(exact, true, upstream.double()), strict=True):
+        assert distance(mine, wanted) < 2 * torch.finfo(q.dtype).eps  # the result and the probabilities are rounded
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("batch", "queries", "keys", "width"),
