@@ -11,16 +11,13 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TypeVar
-
-import torch
+from typing import Any, TypeVar, Unpack
 
 from tilemesh.core.errors import RunError, UsageError, unknown
 from tilemesh.core.plan import ParallelPlan
@@ -32,7 +29,7 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.model.lora import give_slots, read_adapter
 from tilemesh.model.work.weights import why_not
 from tilemesh.serve.adapters import AdapterSlots, LoadedAdapter
-from tilemesh.serve.answers import Completion, EngineStatus
+from tilemesh.serve.answers import EngineStatus
 from tilemesh.serve.config import EngineConfig
 from tilemesh.serve.constrain.mask import Constraints
 from tilemesh.serve.core import EngineCore
@@ -52,12 +49,12 @@ from tilemesh.serve.load import (
     open_weights,
     read_dtype,
 )
-from tilemesh.serve.memory import choose_pages
-from tilemesh.serve.offline import Prompt, completions
+from tilemesh.serve.memory import choose_limits
+from tilemesh.serve.offline import Prompt, PromptTaker, SubmitOptions
 from tilemesh.serve.ranks import RankRunner
 from tilemesh.serve.request import Sampling
 from tilemesh.serve.runner import POOLINGS, Runner
-from tilemesh.serve.scheduler import QueueFullError, Scheduler, ServeLimits, no_drafts
+from tilemesh.serve.scheduler import QueueFullError, Scheduler, no_drafts
 from tilemesh.serve.speculate import DraftLengths, NgramGuesser
 
 T = TypeVar("T")
@@ -65,8 +62,8 @@ _DRAFTS = 4
 """Guesses of a draft model per step at most, unless told otherwise."""
 
 
-class Engine:
-    """`Engine("runs/…")` or a Hugging Face folder. Use it with `with`, or call `close`."""
+class Engine(PromptTaker):
+    """`Engine("runs/…")` or a Hugging Face folder."""
 
     def __init__(
         self,
@@ -114,7 +111,8 @@ class Engine:
             draft = load_served(draft, dtype=weight_dtype, device=place, say=say)
         if draft is not None:
             check_draft(draft.model.config, self.config, longest)
-        self.limits = _limits(config, self.config, weight_dtype, longest, place, draft)
+        drafts = None if draft is None else draft.model.config
+        self.limits = choose_limits(config, self.config, weight_dtype, longest, place, drafts)
         self._guesser: NgramGuesser | DraftLengths | None = None
         if draft is not None:
             self._guesser = DraftLengths(config.speculate or _DRAFTS)
@@ -172,13 +170,6 @@ class Engine:
 
     # ---- asking ------------------------------------------------------------------------------------------------
 
-    def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
-    ) -> Iterator[Completion]:
-        """The completions of these prompts, in their order. One prompt is one text, or one list of tokens; `sampling`
-        is that of all prompts, or one for each."""
-        return completions(self, prompts, sampling)
-
     async def stream(
         self, prompt: Prompt, sampling: Sampling | None = None, priority: int = 0
     ) -> AsyncIterator[AnswerPart]:
@@ -203,22 +194,16 @@ class Engine:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(parts.put_nowait, part)
 
-        return self.submit(prompt, sampling, tell, priority), parts
+        return self.submit(prompt, sampling, tell, priority=priority), parts
 
     def submit(
         self,
         prompt: Sequence[int],
         sampling: Sampling,
         tell: Callable[[AnswerPart], None],
-        priority: int = 0,
-        drawn: int = 0,
-        whole: bool = False,
+        **options: Unpack[SubmitOptions],
     ) -> PromptJob:
-        """Begin the answers to a prompt; `tell` is called in the engine's thread and must return soon.
-
-        Raises QueueFullError where too many are under way. `drawn`: how many tokens of this answer others have drawn;
-        `whole`: an answer may be told in one part when it has ended, which takes less of the host's time.
-        """
+        priority, drawn = options.get("priority", 0), options.get("drawn", 0)
         max_tokens = self.check(prompt, sampling)
         constraint = self._constraints.get(sampling.regex, sampling.json_schema)
         with self._lock:
@@ -235,6 +220,7 @@ class Engine:
             self._asked += 1
             seed = (self._seed + self._asked) & LARGEST_WHOLE if sampling.seed is None else sampling.seed
             number = 0 if self._adapters is None else self._adapters.number(sampling.adapter)
+            whole = options.get("whole", False)
             job = PromptJob(list(prompt), sampling, seed, self._counting(tell), constraint, number, whole)
             asked_ns = time.monotonic_ns()
             self._inbox.append(lambda: self._core.add(job, max_tokens, priority, drawn, asked_ns))
@@ -242,7 +228,6 @@ class Engine:
         return job
 
     def together(self) -> AbstractContextManager[object]:
-        """What this thread submits inside begins in one step."""
         return self._lock
 
     def abort(self, job: PromptJob) -> None:
@@ -267,7 +252,6 @@ class Engine:
         return tokens
 
     def check(self, prompt: Sequence[int], sampling: Sampling) -> int:
-        """Refuse what can never be answered; returns the most tokens that each answer may have."""
         outside = [token for token in (*sampling.stop_tokens, *sampling.logit_bias) if token >= self.config.vocabulary]
         if outside:
             raise UsageError(
@@ -506,7 +490,6 @@ class Engine:
         self._between_steps(lambda: setattr(self._core, "history", history))
 
     def close(self, drain: bool = False) -> None:
-        """Abort what is under way, or with `drain` finish it first. Afterwards the engine takes no requests."""
         with self._lock:
             self._closing = True
             if not drain:
@@ -516,14 +499,6 @@ class Engine:
             self._thread.join()
         if isinstance(self._core.runner, RankRunner):
             self._core.runner.close()
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
@@ -576,35 +551,3 @@ class Engine:
                 self._core.step()
                 self._taken += 1
         self._core.abort_all()  # of an engine that sleeps
-
-
-def _limits(
-    config: EngineConfig,
-    model: ModelConfig,
-    dtype: torch.dtype,
-    longest: int,
-    device: torch.device,
-    draft: ServedModel | None,
-) -> ServeLimits:
-    """The limits that were asked for, with as many pages as fit where nobody says how many."""
-    pages, chunk = config.pages, config.step_tokens if config.chunk_tokens is None else config.chunk_tokens
-    # A draft looks as far back as it likes, and steps that are launched ahead have one table of pages.
-    slides = 0 < model.window < longest and draft is None
-    ahead = device.type == "cuda" if config.launch_ahead is None else config.launch_ahead
-    mixed = slides and bool(model.full_layers) and not ahead and not config.swap_pages
-    local = 0
-    if mixed:  # a window of each, where it begins within a page, and the page after; beside them a step's prompts
-        each = -(-model.window // config.page_tokens) + 2
-        local = config.running * each + -(-config.step_tokens // config.page_tokens)
-    if pages is None:
-        beside, useful = None if draft is None else draft.model.config, longest * config.running
-        if device.type == "cuda":
-            useful *= 1 + config.prefix_room
-        pages = choose_pages(
-            model, dtype, config.page_tokens, useful, config.memory, device, beside, config.kv_cache, local
-        )
-    names = ("page_tokens", "step_tokens", "running", "waiting", "swap_pages", "kv_cache")
-    same = {name: getattr(config, name) for name in (*names, "share_prefixes", "share_answers")}
-    local = local if local < pages else 0
-    window = model.window if slides and (local or not model.full_layers) else 0
-    return ServeLimits(pages=pages, context=longest, chunk_tokens=chunk, window=window, local_pages=local, **same)

@@ -153,7 +153,7 @@ class LiveReply:
 
         try:
             for number, prompt in enumerate(prompts):
-                self.jobs.append(engine.submit(prompt, asked.sampling, teller(number), asked.priority))
+                self.jobs.append(engine.submit(prompt, asked.sampling, teller(number), priority=asked.priority))
         except BaseException:
             self.abort()
             raise

@@ -8,6 +8,7 @@ import mmap
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -18,10 +19,44 @@ from tilemesh.core.units import format_bytes
 from tilemesh.kernels.paged_attention.codes import code_bytes
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.decoding import key_value_bytes
+from tilemesh.serve.config import EngineConfig
+from tilemesh.serve.scheduler import ServeLimits
 
 _CPU_SHARE = 0.3
 """Of a CPU's free memory, unless asked for more: other programs run there too."""
 _GPU_SHARE = 0.9
+
+
+def choose_limits(
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    longest: int,
+    device: torch.device,
+    draft: ModelConfig | None,
+) -> ServeLimits:
+    """The limits that were asked for, with as many pages as fit where nobody says how many."""
+    pages, chunk = config.pages, config.step_tokens if config.chunk_tokens is None else config.chunk_tokens
+    # A draft looks as far back as it likes, and steps that are launched ahead have one table of pages.
+    slides = 0 < model.window < longest and draft is None
+    ahead = device.type == "cuda" if config.launch_ahead is None else config.launch_ahead
+    mixed = slides and bool(model.full_layers) and not ahead and not config.swap_pages
+    local = 0
+    if mixed:  # a window of each, where it begins within a page, and the page after; beside them a step's prompts
+        each = -(-model.window // config.page_tokens) + 2
+        local = config.running * each + -(-config.step_tokens // config.page_tokens)
+    if pages is None:
+        useful = longest * config.running
+        if device.type == "cuda":
+            useful *= 1 + config.prefix_room
+        pages = choose_pages(
+            model, dtype, config.page_tokens, useful, config.memory, device, draft, config.kv_cache, local
+        )
+    same = {field.name: getattr(config, field.name) for field in fields(ServeLimits) if hasattr(config, field.name)}
+    local = local if local < pages else 0
+    window = model.window if slides and (local or not model.full_layers) else 0
+    own = {"pages": pages, "context": longest, "chunk_tokens": chunk, "window": window, "local_pages": local}
+    return ServeLimits(**same | own)
 
 
 def choose_pages(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import queue
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from types import TracebackType
+from typing import Self, TypedDict, Unpack
 
 from tilemesh.core.errors import UsageError
 from tilemesh.serve.answers import Completion, collect
@@ -19,33 +21,70 @@ Prompt = str | Sequence[int]
 _RETRY_S = 0.02
 
 
-class PromptTaker(Protocol):
-    """An engine, or replicas, as far as they are needed here."""
+class SubmitOptions(TypedDict, total=False):
+    """Beside a prompt, its sampling and who hears of its answers."""
 
+    priority: int
+    """Lower first; 0 if not given."""
+    drawn: int
+    """How many tokens of this answer others have drawn."""
+    whole: bool
+    """An answer may be told in one part when it has ended, which takes less of the host's time."""
+
+
+class PromptTaker(ABC):
+    """An engine, or several used as one. Use it with `with`, or call `close`."""
+
+    @abstractmethod
     def encode(self, prompt: Prompt, special: bool = True) -> list[int]: ...
 
-    def check(self, prompt: Sequence[int], sampling: Sampling) -> int: ...
+    @abstractmethod
+    def check(self, prompt: Sequence[int], sampling: Sampling) -> int:
+        """Refuse what can never be answered; returns the most tokens that each answer may have."""
 
+    @abstractmethod
     def submit(
         self,
         prompt: Sequence[int],
         sampling: Sampling,
         tell: Callable[[AnswerPart], None],
-        priority: int = 0,
-        drawn: int = 0,
-        whole: bool = False,
-    ) -> PromptJob: ...
+        **options: Unpack[SubmitOptions],
+    ) -> PromptJob:
+        """Begin the answers to a prompt; `tell` is called in the engine's thread and must return soon.
 
+        Raises QueueFullError where too many are under way."""
+
+    @abstractmethod
     def abort(self, job: PromptJob) -> None: ...
 
+    @abstractmethod
     def together(self) -> AbstractContextManager[object]:
         """What is submitted inside begins in one step: which batches form does not depend on threads."""
+
+    @abstractmethod
+    def close(self, drain: bool = False) -> None:
+        """Abort what is under way, or with `drain` finish it first. Afterwards no requests are taken."""
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
+    ) -> Iterator[Completion]:
+        """The completions of these prompts, in their order. One prompt is one text, or one list of tokens; `sampling`
+        is that of all prompts, or one for each."""
+        return completions(self, prompts, sampling)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 def completions(
     engine: PromptTaker, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None
 ) -> Iterator[Completion]:
-    """As `Engine.generate`."""
+    """As `PromptTaker.generate`."""
     some: list[Prompt] = [prompts] if _is_prompt(prompts) else list(prompts)  # type: ignore[arg-type, list-item]
     each: list[Sampling] = (
         [sampling or Sampling()] * len(some) if sampling is None or isinstance(sampling, Sampling) else list(sampling)

@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from tilemesh.core.errors import UsageError
 from tilemesh.serve.adapters import LoadedAdapter
-from tilemesh.serve.answers import Completion, EngineStatus
+from tilemesh.serve.answers import EngineStatus
 from tilemesh.serve.config import EngineConfig
 from tilemesh.serve.engine import Engine
 from tilemesh.serve.jobs import AnswerPart, PromptJob
 from tilemesh.serve.joint import JointRanks
 from tilemesh.serve.live import WhileRunning, check_running
 from tilemesh.serve.load import NewWeights
-from tilemesh.serve.offline import Prompt, completions
+from tilemesh.serve.offline import Prompt, PromptTaker, SubmitOptions
 from tilemesh.serve.request import FinishReason, Sampling
 from tilemesh.serve.route import PrefixRouter
 from tilemesh.serve.scheduler import QueueFullError
@@ -33,7 +32,7 @@ from tilemesh.serve.scheduler import QueueFullError
 T = TypeVar("T")
 
 
-class Replicas:
+class Replicas(PromptTaker):
     """`Replicas("runs/…", 2)`: engines that share the requests; with `ep=2` and experts, the experts too."""
 
     def __init__(
@@ -72,12 +71,6 @@ class Replicas:
         for engine in self.engines:
             engine.wait_ready()
 
-    def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
-    ) -> Iterator[Completion]:
-        """As `Engine.generate`."""
-        return completions(self, prompts, sampling)
-
     def together(self) -> AbstractContextManager[object]:
         """What is submitted inside goes to several engines, each of which begins when it can."""
         return nullcontext()
@@ -87,9 +80,7 @@ class Replicas:
         prompt: Sequence[int],
         sampling: Sampling,
         tell: Callable[[AnswerPart], None],
-        priority: int = 0,
-        drawn: int = 0,
-        whole: bool = False,
+        **options: Unpack[SubmitOptions],
     ) -> PromptJob:
         self.check(prompt, sampling)
         alive = [engine.alive for engine in self.engines]
@@ -99,7 +90,7 @@ class Replicas:
         for number, place in enumerate(order):
             hear = _Counted(self, place, missing, sampling.n, tell)
             try:
-                job = self.engines[place].submit(prompt, sampling, hear, priority, drawn, whole)
+                job = self.engines[place].submit(prompt, sampling, hear, **options)
             except QueueFullError:
                 hear.undo()
                 if number == len(order) - 1:
@@ -218,14 +209,6 @@ class Replicas:
             self._joint.meeting.abort()  # nobody waits for a replica that takes no more changes
         for engine in self.engines:
             engine.close(drain)
-
-    def __enter__(self) -> Replicas:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class _Counted:
