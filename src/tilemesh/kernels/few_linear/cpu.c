@@ -123,6 +123,27 @@ void few_gated(const float *x, const stored *w, const stored *bias, float *y, lo
     }
 }
 
+#if LANES == 16
+/* Eight numbers of one and eight of another. */
+static inline lanes halves(const stored *one, const stored *other) {
+    lanes v;
+    for (int e = 0; e < 8; e++) v[e] = wide(one[e]), v[e + 8] = wide(other[e]);
+    return v;
+}
+
+/* Sixteen results of B, whose rows are `apart`: `low` has each eight of `rank` numbers twice. */
+static inline lanes expand(const lanes *low, const stored *b, long apart, long rank) {
+    lanes v[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+        const stored *at = b + 2 * i * apart;
+        v[i] = low[0] * halves(at, at + apart);
+        for (long q = 8; q < rank; q += 8) v[i] += low[q / 8] * halves(at + q, at + apart + q);
+    }
+    return FOLD1(FOLD2(FOLD4(v[0], v[1]), FOLD4(v[2], v[3])), FOLD2(FOLD4(v[4], v[5]), FOLD4(v[6], v[7])));
+}
+#endif
+
 /* y += B (A x) of rows with adapters, of several that lie side by side: a is (parts, slots, rank, K), b (N, slots, rank),
  * and `slots_of` says whose a row's are, -1: nobody's. The outputs are `parts` pieces, of `widths` each. */
 void add_low_rank(const float *x, const stored *a, const stored *b, const int64_t *slots_of, float *y, long R, long K,
@@ -133,16 +154,30 @@ void add_low_rank(const float *x, const stored *a, const stored *b, const int64_
     for (long r = 0; r < R; r++) {
         if (slots_of[r] < 0) continue;
         for (long p = 0, n = 0; p < parts; p++) {
-            float low[rank];
+            float low[rank + 4];
             const stored *own = a + (p * slots + slots_of[r]) * rank * K;
-            for (long q = 0; q < rank; q++, own += K) {
-                float sum = 0;
-#pragma omp simd reduction(+ : sum)
-                for (long k = 0; k < K; k++) sum += x[r * K + k] * wide(own[k]);
-                low[q] = sum;
+            for (long q = 0; q < rank; q += 4) { /* four at a time, so that sums do not wait for one another */
+                const stored *A[4];
+                for (int i = 0; i < 4; i++) A[i] = own + (q + i < rank ? q + i : rank - 1) * K;
+                float s = 0, t = 0, u = 0, v = 0;
+#pragma omp simd reduction(+ : s, t, u, v)
+                for (long k = 0; k < K; k++) {
+                    s += x[r * K + k] * wide(A[0][k]), t += x[r * K + k] * wide(A[1][k]);
+                    u += x[r * K + k] * wide(A[2][k]), v += x[r * K + k] * wide(A[3][k]);
+                }
+                low[q] = s, low[q + 1] = t, low[q + 2] = u, low[q + 3] = v;
             }
-            for (const long end = n + widths[p]; n < end; n++) {
-                const stored *high = b + (n * slots + slots_of[r]) * rank;
+            const long end = n + widths[p], apart = slots * rank;
+            const stored *high = b + n * apart + slots_of[r] * rank;
+#if LANES == 16
+            lanes twice[rank / 8 + 1];
+            for (long q = 0; q + 8 <= rank; q += 8)
+                for (int e = 0; e < 16; e++) twice[q / 8][e] = low[q + e % 8];
+            if (rank % 8 == 0)
+                for (; n + 16 <= end; n += 16, high += 16 * apart)
+                    *(lanes *)(y + r * N + n) += expand(twice, high, apart, rank);
+#endif
+            for (; n < end; n++, high += apart) {
                 float sum = 0;
 #pragma omp simd reduction(+ : sum)
                 for (long q = 0; q < rank; q++) sum += low[q] * wide(high[q]);
