@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from tilemesh.cli.main import make_app
 from tilemesh.core.busy import Busyness
 from tilemesh.core.calibration import Calibration, Rates, find, path_for
-from tilemesh.measure import busy, calibrate_cpu, calibrate_layer, calibrate_operators
+from tilemesh.measure import busy, calibrate_cpu, calibrate_operators
 from tilemesh.measure import calibrate as measuring
 from tilemesh.measure.busy import OtherWork, again_while_busy
 from tilemesh.measure.calibrate import Calibrated, assemble, doubts, measure_figures
@@ -214,7 +214,7 @@ def test_a_busy_machine_raises_doubts() -> None:
 @pytest.mark.usefixtures("warm")
 def test_this_machine_calibrates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the GPU has tests of its own
-    for module in (calibrate_cpu, calibrate_layer, calibrate_operators):  # the fewest readings there can be
+    for module in (calibrate_cpu, calibrate_operators):  # the fewest readings there can be
         monkeypatch.setattr(module, "compare", lambda *calls, **named: compare(*calls, **(named | {"seconds": 1e-6})))
     monkeypatch.setattr(calibrate_cpu, "Pinned", lambda cores, seconds: Pinned(cores, 1e-6))
     calibrated = measuring.calibrate(quick=True)
