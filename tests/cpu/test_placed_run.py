@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from tilemesh.cli.chosen import PlacingWords
 from tilemesh.cli.main import main
@@ -19,6 +22,8 @@ from tilemesh.measure.sample import Sample
 from tilemesh.parallel.choose import race
 from tilemesh.parallel.choose.recipes import with_recipes
 from tilemesh.plan.place.problem import PlacementFigures
+from tilemesh.plan.place.space import PlacementSpace
+from tilemesh.train.programs import load_program
 
 PROGRAM = """
 import torch
@@ -29,16 +34,39 @@ def make():
     torch.manual_seed(0)
     layers = [nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16), nn.LayerNorm(16)]
     return nn.Sequential(*layers).double(), [torch.randn(12, 16).double()]
+
+
+class Clicks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.names, self.picture = nn.Embedding(20, 8), nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+        self.top = nn.Linear(12, 1)
+
+    def forward(self, names, picture, clicked):
+        first, second = self.names(names).unbind(1)
+        x = torch.cat([first * second, self.picture(picture).mean((2, 3))], 1)
+        return nn.functional.binary_cross_entropy(self.top(x).squeeze(1).sigmoid(), clicked)
+
+
+def clicks():
+    torch.manual_seed(0)
+    inputs = [torch.randint(0, 20, (8, 2)), torch.randn(8, 2, 6, 6).double(), torch.rand(8).round().double()]
+    return Clicks().double(), inputs
 """
 
 
-@pytest.mark.parametrize(("mesh", "ranks"), [("tp=2", 2), ("dp=2,tp=2", 4)])
-def test_what_choosers_chose_sends_what_was_predicted(tmp_path: Path, mesh: str, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "mesh", "ranks", "optimizer"), [("make", "tp=2", 2, "sgd"), ("clicks", "dp=2,tp=2", 4, "adamw")]
+)
+def test_what_choosers_chose_sends_what_was_predicted(
+    tmp_path: Path, name: str, mesh: str, ranks: int, optimizer: str
+) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    words = PlacingWords(mesh, (), "all", "h100", None, True)
-    space, values = traced_space(f"{tmp_path}/program.py:make", words)
+    words = PlacingWords(mesh, (), "all", "h100", None, True, optimizer)
+    space, values = traced_space(f"{tmp_path}/program.py:{name}", words)
     answers = with_recipes(space, race(space.problem, ("greedy", "random", "mcmc")))
     wholes = program(space.graph)(*values)
+    require_step_of_torch(f"{tmp_path}/program.py:{name}", optimizer, space, values, wholes)
     choices = [each.choice for each in answers if each.choice is not None]
 
     def rank(comm: Communicator) -> list[float]:
@@ -52,7 +80,25 @@ def test_what_choosers_chose_sends_what_was_predicted(tmp_path: Path, mesh: str,
         assert each.figures is not None
         assert sum(sent[at] for sent in counted) / ranks == pytest.approx(each.figures.sent_bytes), each.chooser
     sizes = {each.chooser: each.figures.sent_bytes for each in answers if each.figures}
-    assert sizes["fsdp"] > sizes["ddp"] > 0, "weights that are cut are gathered in either pass"
+    assert name == "clicks" or sizes["fsdp"] > sizes["ddp"] > 0, "weights that are cut are gathered in either pass"
+
+
+def require_step_of_torch(
+    file: str, optimizer: str, space: PlacementSpace, values: list[Tensor], wholes: tuple[Tensor, ...]
+) -> None:
+    """New weights, and what a batch norm has averaged, are those of torch's own step."""
+    module, inputs = load_program(file)
+    own: Any = torch.optim.AdamW if optimizer == "adamw" else torch.optim.SGD
+    own = own(module.parameters(), lr=0.001)
+    output = module(*inputs)
+    [slope] = [value for node, value in zip(space.graph.inputs, values, strict=True) if node["name"] == "d output0"]
+    output.backward(slope)
+    own.step()
+    state = module.state_dict()
+    new = {space.carried[node]["name"]: at for at, node in enumerate(space.graph.outputs) if node in space.carried}
+    assert set(state) <= set(new)
+    for name, value in state.items():
+        torch.testing.assert_close(wholes[new[name]], value, atol=1e-12, rtol=1e-10)
 
 
 def test_a_placement_that_computes_something_else_is_refused(tmp_path: Path) -> None:

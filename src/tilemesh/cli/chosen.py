@@ -3,39 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tilemesh.cli.placed import DRAWN_ALIKE, read_axes, read_pins
+from tilemesh.cli.placed import read_axes, read_pins
 from tilemesh.core.axes import ranks_of
 from tilemesh.core.calibration import Rates
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import LOCAL, Cluster, parse_cluster
 from tilemesh.core.units import format_bytes, format_seconds, parse_bytes
-from tilemesh.graph.build import argument, multiply, subtract
-from tilemesh.graph.derive import vjp
 from tilemesh.graph.ir import Graph, Node
-from tilemesh.graph.ops import FLOATS
 from tilemesh.plan.place.problem import Chosen, PlacementProblem
+from tilemesh.plan.place.rules import DRAWN_ALIKE
 
 if TYPE_CHECKING:
     from tilemesh.plan.place.space import PlacementSpace
     from tilemesh.report.html import Html
 
 HEAD = ("chooser", "predicted time", "memory per rank", "sent per rank", "evaluations", "at most better by", "seconds")
-
-
-def training_step(graph: Graph, weights: Sequence[str]) -> tuple[Graph, dict[Node, Node]]:
-    """The graph with the gradients of these inputs and new values for them: and which output is whose new value."""
-    trained = [node for node in graph.inputs if node["name"] in weights and node.dtype in FLOATS]
-    if not trained:
-        raise UsageError("--train of a program without parameters: give a module that has some")
-    results = [node for node in graph.outputs if node.dtype in FLOATS]
-    tangents = [argument(f"d output{at}", node.shape, node.dtype) for at, node in enumerate(results)]
-    gradients = vjp(results, tangents, trained)
-    new = [subtract(weight, multiply(step, 0.001)) for weight, step in zip(trained, gradients, strict=True)]
-    return Graph((*graph.inputs, *tangents), (*graph.outputs, *new)), dict(zip(new, trained, strict=True))
 
 
 @dataclass(frozen=True)
@@ -48,14 +34,58 @@ class PlacingWords:
     device: str
     memory: str | None
     train: bool
+    optimizer: str = "sgd"
 
 
-def program_space(graph: Graph, model: Any, words: PlacingWords) -> tuple[PlacementSpace, PlacementProblem]:
+@dataclass(frozen=True)
+class TracedProgram:
+    """What is placed: a graph, which of its outputs is whose new value, and the tensors of its inputs by name."""
+
+    graph: Graph
+    carried: Mapping[Node, Node]
+    tensors: Mapping[str, Any]
+
+
+def traced_program(model: Any, inputs: Sequence[Any], words: PlacingWords) -> TracedProgram:
+    """A program as it is; with --train both its passes and an optimizer's update."""
+    from tilemesh.graph.rules import ALGEBRA, simplify
+    from tilemesh.graph.tracing import trace
+
+    if words.train:
+        return _training_step(model, inputs, words.optimizer)
+    traced = trace(model, inputs)
+    graph, _ = simplify(traced.graph, ALGEBRA)
+    values = [value.detach() for value in (*traced.weights.values(), *inputs)]
+    return TracedProgram(graph, {}, dict(zip(_names(graph.inputs), values, strict=True)))
+
+
+def _training_step(model: Any, inputs: Sequence[Any], optimizer: str) -> TracedProgram:
+    """New values of all parameters, of an optimizer's states and of the buffers that the program changes."""
+    from tilemesh.graph.joint import UPDATES, ModuleCall, trace_joint, with_update
+
+    parameters = dict(model.named_parameters()) if hasattr(model, "named_parameters") else {}
+    if not any(value.requires_grad for value in parameters.values()):
+        raise UsageError("--train of a program without parameters: give a module that has some")
+    call = ModuleCall.example(list(inputs))
+    trace = trace_joint(model, call)
+    graph, replaced = with_update(trace, *UPDATES[optimizer])
+    changed = zip(graph.outputs[trace.results :], trace.changed, strict=False)
+    carried = {output: trace.node(name) for output, name in changed} | replaced
+    tensors = {**parameters, **dict(model.named_buffers()), **dict(zip(call.names, call.tensors, strict=True))}
+    own = {name: value.detach() for name, value in (*tensors.items(), *trace.constants.items())}
+    return TracedProgram(graph, carried, own)
+
+
+def _names(nodes: Sequence[Node]) -> list[str]:
+    return [str(node["name"]) for node in nodes]
+
+
+def program_space(traced: TracedProgram, words: PlacingWords) -> tuple[PlacementSpace, PlacementProblem]:
     """All placements of a program, and the problem that pins leave of choosing one."""
     from tilemesh.plan.place.cost import MeshCost
     from tilemesh.plan.place.space import PlacementSpace
 
-    graph, carried = trained_graph(graph, model, words)
+    graph = traced.graph
     axes = read_axes(words.mesh)
     cluster, rates = ranks_on(words.device, ranks_of(axes))
     limit = parse_bytes(words.memory) if words.memory is not None else cluster.device.usable_bytes
@@ -63,16 +93,8 @@ def program_space(graph: Graph, model: Any, words: PlacingWords) -> tuple[Placem
     results = {f"output{number}": node for number, node in enumerate(graph.outputs)}
     ends = {results[name]: placement for name, placement in pins.items() if name in results}
     cost = MeshCost(axes, cluster, rates)
-    space = PlacementSpace(graph, cost, carried, limit_bytes=limit, ends=ends, opaque=DRAWN_ALIKE)
+    space = PlacementSpace(graph, cost, traced.carried, limit_bytes=limit, ends=ends, opaque=DRAWN_ALIKE)
     return space, space.problem.fixed(space.pinned({name: pins[name] for name in pins if name not in results}))
-
-
-def trained_graph(graph: Graph, model: Any, words: PlacingWords) -> tuple[Graph, dict[Node, Node]]:
-    """With --train both passes and new parameters, and which output is whose new value; else as it is."""
-    if not words.train:
-        return graph, {}
-    parameters = model.named_parameters() if hasattr(model, "named_parameters") else ()
-    return training_step(graph, [name for name, _ in parameters])
 
 
 def ranks_on(device: str, ranks: int) -> tuple[Cluster, Rates | None]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from types import MappingProxyType
 from typing import Any
 
 from tilemesh.core.axes import Axes
@@ -15,10 +14,8 @@ from tilemesh.core.units import format_bytes
 from tilemesh.graph.draw import drawing
 from tilemesh.graph.ir import Graph, Node
 from tilemesh.plan.place.propagate import PlacedExchange, PlacedGraph, propagate
-from tilemesh.plan.place.rules import OpaqueRule
+from tilemesh.plan.place.rules import DRAWN_ALIKE
 
-DRAWN_ALIKE: Mapping[str, OpaqueRule] = MappingProxyType({"aten.native_dropout.default": lambda node, ranks: ()})
-"""Dropout's numbers are drawn whole by every rank, from generators that are alike, as a placed module does."""
 COLOURS = {"R": 0, "S": 2, "P": 1, "V": 6}
 """Of a tensor's box, by what it is along the first axis that it is not R along."""
 

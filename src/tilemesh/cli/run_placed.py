@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from tilemesh.cli.chosen import PlacingWords, program_space
+from tilemesh.cli.chosen import PlacingWords, program_space, traced_program
 from tilemesh.cli.placed import read_axes
 from tilemesh.core.axes import members, ranks_of
 from tilemesh.core.errors import RunError
 from tilemesh.core.units import format_bytes, format_seconds
+from tilemesh.graph.ir import Node
 from tilemesh.measure.sample import Sample
 from tilemesh.plan.place.problem import Chosen, PlacementFigures
 from tilemesh.plan.place.rules import EXCHANGES
@@ -96,20 +97,23 @@ def on_a_rank(program: str, words: Mapping[str, Any], choices: Sequence[Sequence
 
 
 def traced_space(program: str, words: PlacingWords) -> tuple[PlacementSpace, list[Any]]:
-    """All placements of a user's program, and its inputs: weights, what it is called with, tangents of results."""
+    """All placements of a user's program, and the tensors of its inputs."""
     import torch
 
     from tilemesh.graph.by_torch import dtype_of
-    from tilemesh.graph.rules import ALGEBRA, simplify
     from tilemesh.graph.size import numbers
-    from tilemesh.graph.tracing import trace
 
     model, inputs = load_program(program)
-    traced = trace(model, inputs)
-    space, _ = program_space(simplify(traced.graph, ALGEBRA)[0], model, words)
-    values = [value.detach() for value in (*traced.weights.values(), *inputs)]
-    tangents = space.graph.inputs[len(values) :]
-    return space, [*values, *(torch.randn(numbers(node.shape), dtype=dtype_of(node.dtype)) for node in tangents)]
+    traced = traced_program(model, inputs, words)
+    space, _ = program_space(traced, words)
+
+    def value(node: Node) -> Any:
+        """Its own; a gradient of a result, or an optimizer's state."""
+        is_drawn = node["name"].startswith("d output")
+        made = (torch.randn if is_drawn else torch.zeros)(numbers(node.shape), dtype=dtype_of(node.dtype))
+        return traced.tensors.get(node["name"], made)
+
+    return space, [value(node) for node in space.graph.inputs]
 
 
 class PlacementProgram:

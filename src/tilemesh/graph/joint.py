@@ -89,6 +89,26 @@ def with_update(trace: JointTrace, states: Sequence[str], rule: UpdateRule) -> t
     return Graph((*trace.graph.inputs, *added), (*trace.graph.outputs[:kept], *replaced)), replaced
 
 
+def _by_descent(parameter: Node, gradient: Node) -> Sequence[Node]:
+    return (build.subtract(parameter, build.multiply(gradient, 0.001)),)
+
+
+def _by_moments(parameter: Node, gradient: Node, mean: Node, square: Node) -> Sequence[Node]:
+    """AdamW's first step; later ones differ in two numbers."""
+    mean = build.add(build.multiply(mean, 0.9), build.multiply(gradient, 0.1))
+    square = build.add(build.multiply(square, 0.999), build.multiply(build.multiply(gradient, gradient), 0.001))
+    scale = build.add(build.divide(build.sqrt(square), 0.001**0.5), 1e-8)
+    step = build.multiply(build.divide(mean, scale), 0.001 / 0.1)
+    return build.subtract(build.multiply(parameter, 1 - 0.001 * 0.01), step), mean, square
+
+
+UPDATES: Mapping[str, tuple[tuple[str, ...], UpdateRule]] = {
+    "sgd": ((), _by_descent),
+    "adamw": (("exp_avg", "exp_avg_sq"), _by_moments),
+}
+"""What an optimizer keeps for each parameter, and its formula, as torch has it."""
+
+
 def tangent_name(number: int) -> str:
     """Of the input that is the gradient with respect to a result."""
     return f"d output{number}"

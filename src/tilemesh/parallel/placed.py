@@ -44,7 +44,7 @@ from tilemesh.parallel.whole import gather_parts, handed_around
 from tilemesh.plan.place.combine import combined
 from tilemesh.plan.place.local import local_graph, whole_shape
 from tilemesh.plan.place.propagate import PlacedGraph, propagate
-from tilemesh.plan.place.rules import EXCHANGES, OpaqueRule, is_random
+from tilemesh.plan.place.rules import DRAWN_ALIKE, EXCHANGES, OpaqueRule, is_random
 
 Pins = Mapping[str, TensorPlacement | str]
 """By the name of a parameter, an input or a result (`output0`), or a shell's pattern: the last that fits counts."""
@@ -83,7 +83,9 @@ def place_joint(trace: JointTrace, axes: Axes, pins: Pins, choose: Chooser = pro
     named = fitting(trace, pins, axes)
     axes = tuple((axis, ranks) for axis, ranks in axes if ranks > 1)
     _require_no_draws(trace)
-    forward = choose(trace.forward, {_named(trace, name): placement for name, placement in named.items()}, axes, ALIKE)
+    forward = choose(
+        trace.forward, {_named(trace, name): placement for name, placement in named.items()}, axes, DRAWN_ALIKE
+    )
     lies = {node["name"]: forward.placements.get(node, REPLICATED) for node in trace.graph.inputs}
     results = [named.get(f"output{number}", REPLICATED) for number in range(trace.results)]
     lies |= {tangent_name(number): results[number] for number in trace.tangents}
@@ -93,11 +95,7 @@ def place_joint(trace: JointTrace, axes: Axes, pins: Pins, choose: Chooser = pro
     ends: dict[Node, TensorPlacement] = {}
     for node, placement in [*zip(trace.graph.outputs, outputs, strict=True)][trace.results :]:
         ends.setdefault(node, placement)
-    return PlacedJoint(trace, choose(trace.graph, pinned, axes, ALIKE, ends=ends), outputs)
-
-
-ALIKE: Mapping[str, OpaqueRule] = MappingProxyType({DRAWN: lambda node, ranks: ()})
-"""Ranks draw the same numbers, whole, from generators that are alike."""
+    return PlacedJoint(trace, choose(trace.graph, pinned, axes, DRAWN_ALIKE, ends=ends), outputs)
 
 
 def _require_no_draws(trace: JointTrace) -> None:

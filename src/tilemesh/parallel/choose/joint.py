@@ -21,9 +21,10 @@ from tilemesh.graph.ir import Node
 from tilemesh.graph.joint import JointTrace, tangent_name
 from tilemesh.parallel.agree import tell
 from tilemesh.parallel.choose import choose
-from tilemesh.parallel.placed import ALIKE, Pins, PlacedJoint, fitting
+from tilemesh.parallel.placed import Pins, PlacedJoint, fitting
 from tilemesh.plan.place.cost import MeshCost
 from tilemesh.plan.place.problem import PlacementProblem
+from tilemesh.plan.place.rules import DRAWN_ALIKE
 from tilemesh.plan.place.space import PlacementSpace
 
 
@@ -42,7 +43,9 @@ def choose_joint(
         carried.setdefault(output, trace.node(name))
     ends = dict.fromkeys(outputs[: trace.results], REPLICATED)
     cost = cluster if isinstance(cluster, MeshCost) else MeshCost(axes, cluster)
-    space = PlacementSpace(trace.graph, cost, carried, limit_bytes=limit_bytes, in_place=False, ends=ends, opaque=ALIKE)
+    space = PlacementSpace(
+        trace.graph, cost, carried, limit_bytes=limit_bytes, in_place=False, ends=ends, opaque=DRAWN_ALIKE
+    )
     fixed = {tangent_name(number): REPLICATED for number in trace.tangents} | pinned
     problem = space.problem.fixed(space.pinned(fixed))
     placed = space.placed(_choice(problem, chooser, comm))

@@ -42,6 +42,12 @@ OpaqueRule = Callable[[Node, int], Sequence[Way]]
 """Of an operator of torch's own, by its target."""
 
 
+DRAWN_ALIKE: Mapping[str, OpaqueRule] = MappingProxyType(
+    dict.fromkeys(("aten.rand.generator", "aten.native_dropout.default"), lambda node, ranks: ())
+)
+"""Dropout's numbers are drawn whole by every rank, from generators that are alike."""
+
+
 def uncut(node: Node, dim: int) -> int:
     """No other axis cuts anything."""
     return 1

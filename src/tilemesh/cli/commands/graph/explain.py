@@ -46,6 +46,9 @@ class ExplainOptions:
     )
     memory: str | None = option(None, "What a rank may hold, such as 8GiB; by default what the device has.", "SIZE")
     train: bool = option(False, "Place a training step: with gradients, and new values of all parameters.")
+    optimizer: Annotated[str, Known("optimizer", "tilemesh.graph.joint:UPDATES")] = option(
+        "sgd", "With --train, whose update and states are placed too."
+    )
     run: bool = option(False, "Run what is chosen on ranks of this machine; needs --device local.")
     time: bool = option(False, "Measure each operator and kernel on this machine; needs --device local.")
     whole: bool = option(False, "Print both graphs whole, however long they are.")
@@ -75,7 +78,7 @@ def explain(options: ExplainOptions) -> Output:
     figures = {"before": _figures(before, figures_of), "after": _figures(after, figures_of)}
     record: dict[str, Any] = figures | {"rules": [vars(gain) for gain in gains]}
 
-    placed, answers, runs, rows = _placed(options, after, model)
+    placed, answers, runs, rows = _placed(options, model, inputs)
     if placed is not None:
         record |= {"placed": placed_record(placed)} | ({"chosen": chosen.record(answers)} if answers else {})
 
@@ -118,17 +121,18 @@ def explain(options: ExplainOptions) -> Output:
 
 
 def _placed(
-    options: ExplainOptions, graph: Graph, model: Any
+    options: ExplainOptions, model: Any, inputs: Sequence[Any]
 ) -> tuple[PlacedGraph | None, list[Chosen], list[PlacementRun], list[Row]]:
     """As pins place it, or as the best placement that was found; then who found what, and what ranks took for it."""
     if options.mesh is None:
         return None, [], [], []
     words = chosen.PlacingWords(
-        options.mesh, options.pin, options.choose, options.device, options.memory, options.train
+        options.mesh, options.pin, options.choose, options.device, options.memory, options.train, options.optimizer
     )  # fmt: skip
+    traced = chosen.traced_program(model, inputs, words)
     if options.choose is None:
-        return place(chosen.trained_graph(graph, model, words)[0], words.mesh, words.pin), [], [], []
-    space, problem = chosen.program_space(graph, model, words)
+        return place(traced.graph, words.mesh, words.pin), [], [], []
+    space, problem = chosen.program_space(traced, words)
     answers = chosen.choose_placements(space, problem, words)
     runs = run_chosen(options.program, words, answers) if options.run else []
     return space.placed(answers[0].choice or ()), answers, runs, run_rows(runs, space)
