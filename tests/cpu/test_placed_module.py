@@ -125,9 +125,8 @@ def test_parameters_cut_over_the_batchs_axis_are_fully_sharded() -> None:
         Mlp(), batch(64), {"dp": 2}, ROWS | {"*weight": "dp:S0", "*bias": "dp:S0"}, make=by_adam
     )
     assert held == (6 * 8 + 8 + 8 * 6 + 6) // 2
-    assert sorted(set(exchanged)) == ["all_gather dp", "all_reduce dp", "reduce_scatter dp"]
-    assert exchanged.count("reduce_scatter dp") == 4
-    assert exchanged.count("all_reduce dp") == 1, "the loss"
+    exchanged.remove("all_reduce dp")  # the loss
+    assert exchanged == ["all_gather dp", "all_gather dp", "reduce_scatter dp"], "small ones are made together"
 
 
 def test_a_module_goes_on_from_a_state_that_another_layout_wrote(tmp_path: Path) -> None:
@@ -295,12 +294,12 @@ def test_small_sums_of_gradients_are_one_exchange() -> None:
     trace = trace_joint(Mlp(), ModuleCall.example(batch()))
     joint = place_joint(trace, (("dp", 4),), {"input0": "dp:S0", "input1": "dp:S0"})
     local = local_graph(joint.placed, 0, joint.outputs)
-    fewer, cost = combined(local, trace.results, len(trace.gradients)), MeshCost((("dp", 4),), parse_cluster("4xh100"))
+    fewer, cost = combined(local), MeshCost((("dp", 4),), parse_cluster("4xh100"))
 
     def sums(graph: Graph) -> list[Node]:
         return [node for node in graph.nodes() if node.op == "all_reduce"]
 
-    assert (len(sums(local)), len(sums(fewer))) == (5, 2), "the loss, and four gradients together"
+    assert (len(sums(local)), len(sums(fewer))) == (5, 1), "of four gradients and, as nothing is divided here, the loss"
     (before_s, before), (after_s, after) = cost.of_program(local), cost.of_program(fewer)
     assert after == before
     assert after_s < before_s
@@ -309,4 +308,4 @@ def test_small_sums_of_gradients_are_one_exchange() -> None:
     trace = trace_joint(large, ModuleCall.example([torch.randn(8, 512)]))
     joint = place_joint(trace, (("dp", 4),), {"input0": "dp:S0"})
     local = local_graph(joint.placed, 0, joint.outputs)
-    assert len(sums(combined(local, trace.results, len(trace.gradients)))) == len(sums(local))
+    assert len(sums(combined(local))) == len(sums(local))

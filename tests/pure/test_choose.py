@@ -29,18 +29,22 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step.book import build as build_step
 from tilemesh.core.step.simulate import StepTimes, simulate
 from tilemesh.core.tensor_placement import SILENT, TensorPlacement, exchange_of
+from tilemesh.graph.build import argument
 from tilemesh.graph.evaluate import run_numpy
-from tilemesh.graph.ir import Node, ordered
+from tilemesh.graph.ir import Graph, Node, make, ordered
 from tilemesh.graph.size import numbers
 from tilemesh.parallel.choose import CHOOSERS, choose, race
 from tilemesh.parallel.choose.dynamic import dynamic
 from tilemesh.parallel.choose.recipes import recipes, with_recipes
 from tilemesh.parallel.choose.stages import cut_stages, placed_stage_s
 from tilemesh.parallel.choose.walk import Walk, at_random, greedy
+from tilemesh.plan.constants import HIDDEN_COST
 from tilemesh.plan.place.cost import MeshCost
 from tilemesh.plan.place.exchange import exchange_steps
+from tilemesh.plan.place.overlap import begun_early
 from tilemesh.plan.place.problem import Chosen, Moment, PlacementProblem, Transfer
 from tilemesh.plan.place.propagate import PlacedGraph
+from tilemesh.plan.place.rules import EXCHANGES
 from tilemesh.plan.place.space import PlacementSpace
 
 needs_scipy = pytest.mark.skipif(
@@ -290,6 +294,37 @@ def test_no_chooser_finds_less_than_the_solver() -> None:
     for each in answers:
         assert each.figures is not None
         assert each.figures.seconds >= answers[0].bound_s * (1 - 1e-9)
+
+
+def test_exchanges_move_while_a_rank_computes() -> None:
+    """Two products and a sum of the first: it is begun before the second and waited for after, on links that move by
+    themselves; by known layouts of a Transformer as much is hidden as can be, and as many bytes are sent."""
+    x, w = (argument(name, [512, 512]) for name in "xw")
+    first, second = make("dot", x, w), make("dot", w, x)
+    total = make("all_reduce", first, axis="dp", ranks=8, serial=0)
+    graph, cost = Graph((x, w), (total, second)), MeshCost((("dp", 8),), parse_cluster("8xh100"))
+    [compute_s] = {cost.compute_s(node, (TensorPlacement(),) * 2, TensorPlacement()) for node in (first, second)}
+    took = cost.groups["dp"].exchange_s("all_reduce", 4 * 512 * 512)
+    exposed = max(0.0, took - compute_s)
+    assert [node.op for node in begun_early(graph)][-3:] == ["dot", "all_reduce", "dot"]
+    expected = 2 * compute_s + exposed + HIDDEN_COST * (took - exposed)
+    assert cost.of_program(graph)[0] == pytest.approx(expected)
+
+    space = space_of(transformer(2, 16, 64, 1024, 4096, 8), (("dp", 4), ("tp", 2)))
+    problem, serial = space.problem, MeshCost(space.cost.axes, parse_cluster("8xh100"))
+    serial.groups = {axis: replace(group, hides=False) for axis, group in serial.groups.items()}
+    for name, pins in recipes(space).items():
+        chosen = greedy(problem.fixed(space.pinned(pins)))
+        assert chosen.choice is not None
+        program = space.program(chosen.choice, 0)
+        hidden_s, sent = space.cost.of_program(program)
+        plain_s, same = serial.of_program(program)
+        replicated = TensorPlacement()
+        computing = [node for node in program.nodes() if node.op not in EXCHANGES]
+        least_s = sum(space.cost.compute_s(node, (replicated,) * len(node.inputs), replicated) for node in computing)
+        assert sent == same > 0
+        assert least_s < hidden_s < plain_s, name
+        assert name not in ("ddp", "fsdp") or plain_s - hidden_s > 0.5 * (1 - HIDDEN_COST) * (plain_s - least_s)
 
 
 def sent_of(collective: str, parts: Sequence[Any], results: Sequence[Any]) -> float:

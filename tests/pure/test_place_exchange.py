@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from simulated_mesh import gather, pieces, scatter
+from simulated_mesh import gather, scatter
 from test_place import grown, mlp, placed, tensor
 
 from tilemesh.core.axes import Axes, coordinates, ranks_of
@@ -20,8 +20,10 @@ from tilemesh.core.tensor_placement import P, R, S, TensorPlacement, parse
 from tilemesh.graph.evaluate import evaluate_numpy, run_numpy
 from tilemesh.graph.ir import Graph, Node, make
 from tilemesh.graph.size import numbers
+from tilemesh.plan.place.combine import combined
 from tilemesh.plan.place.exchange import exchange_steps, sent_by
 from tilemesh.plan.place.local import local_graph
+from tilemesh.plan.place.overlap import begun_early
 from tilemesh.plan.place.propagate import PlacedGraph, propagate
 from tilemesh.plan.place.rules import EXCHANGES
 
@@ -63,7 +65,7 @@ def test_what_differs_from_rank_to_rank_is_not_made_one() -> None:
 def rank_program(graph: Graph, arrays: Sequence[Array]) -> Generator[tuple[Node, Array], Array, list[Array]]:
     """One rank, which gives what it exchanges and is sent what it gets."""
     values: dict[Node, Array] = dict(zip(graph.inputs, arrays, strict=True))
-    for node in graph.nodes():
+    for node in begun_early(graph):
         if node.op in EXCHANGES:
             values[node] = yield node, values[node.inputs[0]]
             assert values[node].shape == node.shape
@@ -73,14 +75,15 @@ def rank_program(graph: Graph, arrays: Sequence[Array]) -> Generator[tuple[Node,
 
 
 def collective(node: Node, index: int, arrays: Sequence[Array]) -> Array:
-    """By numpy, from the words of the primitive's name alone."""
+    """By numpy, from the words of the primitive's name and how long everyone's parts are."""
     attributes = dict(node.attributes)
     if node.op == "all_reduce":
         return sum(arrays[1:], start=arrays[0])
     if node.op == "all_gather":
         return np.concatenate(arrays, attributes["dim"])
     cut = attributes["dim"] if node.op == "reduce_scatter" else attributes["into"]
-    mine = (*[slice(None)] * cut, pieces(arrays[0].shape[cut], len(arrays))[index])
+    lengths = attributes["counts" if node.op == "reduce_scatter" else "parts"]
+    mine = (*[slice(None)] * cut, slice(sum(lengths[:index]), sum(lengths[: index + 1])))
     if node.op == "reduce_scatter":
         return sum(arrays[1:], start=arrays[0])[mine]
     return np.concatenate([array[mine] for array in arrays], attributes["dim"])
@@ -115,13 +118,22 @@ def require_equal(result: PlacedGraph, seed: int, outputs: Sequence[TensorPlacem
     parts = [scatter(*pair, result.axes, random) for pair in zip(arrays, lie, strict=True)]
     ranks = range(ranks_of(result.axes))
     graphs = [local_graph(result, rank, outputs) for rank in ranks]
-    made = run_ranks(graphs, [[part[rank] for part in parts] for rank in ranks], result.axes)
-    placements = outputs or [result.placements[node] for node in result.graph.outputs]
-    wanted = run_numpy(result.graph, *arrays)
-    for number, (whole, placement) in enumerate(zip(wanted, placements, strict=True)):
-        got = gather([own[number] for own in made], placement, result.axes)
-        np.testing.assert_allclose(got, whole, rtol=1e-9, atol=1e-9)
+    fewer = [combined(graph, fewest=2) for graph in graphs]
+    for programs in (graphs, fewer):
+        made = run_ranks(programs, [[part[rank] for part in parts] for rank in ranks], result.axes)
+        placements = outputs or [result.placements[node] for node in result.graph.outputs]
+        wanted = run_numpy(result.graph, *arrays)
+        for number, (whole, placement) in enumerate(zip(wanted, placements, strict=True)):
+            got = gather([own[number] for own in made], placement, result.axes)
+            np.testing.assert_allclose(got, whole, rtol=1e-9, atol=1e-9)
+    for own, less in zip(graphs, fewer, strict=True):
+        assert set(begun_early(less)) == set(less.nodes())
+        assert sum(map(sent_elements, less.nodes())) == sum(map(sent_elements, own.nodes())), "as many bytes"
     return graphs
+
+
+def sent_elements(node: Node) -> float:
+    return sent_by(node, 1) if node.op in EXCHANGES else 0.0
 
 
 @pytest.mark.parametrize("seed", range(24))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tilemesh.cli.placed import read_axes, read_pins
@@ -21,7 +21,16 @@ if TYPE_CHECKING:
     from tilemesh.plan.place.space import PlacementSpace
     from tilemesh.report.html import Html
 
-HEAD = ("chooser", "predicted time", "memory per rank", "sent per rank", "evaluations", "at most better by", "seconds")
+HEAD = (
+    "chooser",
+    "predicted time",
+    "overlapped",
+    "memory per rank",
+    "sent per rank",
+    "evaluations",
+    "at most better by",
+    "seconds",
+)
 
 
 @dataclass(frozen=True)
@@ -118,17 +127,19 @@ def choose_placements(space: PlacementSpace, problem: PlacementProblem, words: P
         answers = with_recipes(space, answers)
     if answers[0].choice is None:
         raise refusal(problem, str(words.choose))
-    return answers
+    choices = {each.choice for each in answers if each.choice is not None}
+    seconds = {choice: space.cost.of_program(space.program(choice, 0))[0] for choice in choices}
+    return [replace(each, overlapped_s=seconds[each.choice] if each.choice else 0.0) for each in answers]
 
 
 def _cells(each: Chosen) -> tuple[str, ...]:
     if each.figures is None:
-        return each.chooser, "none fits", "", "", f"{each.evaluations:,}", "", f"{each.seconds:.2f}"
+        return each.chooser, "none fits", "", "", "", f"{each.evaluations:,}", "", f"{each.seconds:.2f}"
     gap = "0, proved" if each.is_optimal else "unknown" if each.bound_s <= 0 else f"{each.gap:.1%}"
     figures = each.figures
     sizes = (format_bytes(round(figures.memory_bytes)), format_bytes(round(figures.sent_bytes)))
-    time = format_seconds(figures.seconds)
-    return each.chooser, time, *sizes, f"{each.evaluations:,}", gap, f"{each.seconds:.2f}"
+    times = (format_seconds(figures.seconds), format_seconds(each.overlapped_s))
+    return each.chooser, *times, *sizes, f"{each.evaluations:,}", gap, f"{each.seconds:.2f}"
 
 
 def chosen_lines(answers: Sequence[Chosen]) -> list[str]:
@@ -136,7 +147,7 @@ def chosen_lines(answers: Sequence[Chosen]) -> list[str]:
     rows = [HEAD, *map(_cells, answers)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    bounds = [each.lp_bound_s for each in answers if each.lp_bound_s]
+    bounds = [each.lp_bound_s for each in answers if each.chooser == "ilp"]
     return [*lines, *(f"bound without whole numbers: {format_seconds(bound)}" for bound in bounds)]
 
 
@@ -146,6 +157,7 @@ def record(answers: Sequence[Chosen]) -> list[dict[str, Any]]:
         {
             "chooser": each.chooser,
             "predicted_s": each.figures.seconds if each.figures else None,
+            "overlapped_s": each.overlapped_s if each.figures else None,
             "memory_bytes": each.figures.memory_bytes if each.figures else None,
             "bytes_per_rank": each.figures.sent_bytes if each.figures else None,
             "evaluations": each.evaluations,

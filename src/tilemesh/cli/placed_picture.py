@@ -222,7 +222,7 @@ def _times(answers: Sequence[Chosen], runs: Sequence[PlacementRun]) -> Html:
     for each in answers:
         if each.figures is None:
             continue
-        predicted = each.figures.seconds
+        predicted = each.overlapped_s
         items.append(Bar(each.chooser, [BarPart(predicted, 0, "predicted")], format_seconds(predicted)))
         if each.chooser in measured:
             run = measured[each.chooser]

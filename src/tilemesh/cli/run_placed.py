@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tilemesh.cli.chosen import PlacingWords, program_space, traced_program
@@ -39,7 +39,7 @@ class PlacementRun:
 
     choosers: tuple[str, ...]
     figures: PlacementFigures
-    """As they were predicted."""
+    """As they were predicted: of the slowest rank's program."""
     seconds: Sample
     """Of the slowest rank."""
     sent_bytes: float
@@ -68,7 +68,8 @@ def run_chosen(program: str, words: PlacingWords, answers: Sequence[Chosen]) -> 
     busy = others.busyness(samples).words
     return [
         PlacementRun(
-            tuple(each.chooser for each in group), figures, samples[at],
+            tuple(each.chooser for each in group),
+            replace(figures, seconds=max(rank["predicted"][at] for rank in ranks)), samples[at],
             sum(rank["sent"][at] for rank in ranks) / count, busy,
         )
         for at, group in enumerate(same.values())
@@ -91,9 +92,10 @@ def on_a_rank(program: str, words: Mapping[str, Any], choices: Sequence[Sequence
     placements = {str(at): PlacementProgram(space, choice, comm, values) for at, choice in enumerate(choices)}
     for each in placements.values():
         each.require_equal(wholes)
+    predicted = [each.predicted_s for each in placements.values()]
     samples = compare(placements, timer=rank_timer(comm), repeats=15, seconds=TIMING_S, on_error="raise")
     sent = [each.sent_bytes() for each in placements.values()]
-    return {"samples": [asdict(samples[name]) for name in placements], "sent": sent}
+    return {"predicted": predicted, "samples": [asdict(samples[name]) for name in placements], "sent": sent}
 
 
 def traced_space(program: str, words: PlacingWords) -> tuple[PlacementSpace, list[Any]]:
@@ -123,7 +125,7 @@ class PlacementProgram:
         from tilemesh.graph.emit import program
         from tilemesh.parallel.placed import exchange_call
         from tilemesh.parallel.shard import take
-        from tilemesh.plan.place.local import local_graph
+        from tilemesh.plan.place.overlap import begun_early
 
         self.cost, self.rank = space.cost, comm.rank
         self.groups: dict[str, Communicator] = {}
@@ -133,8 +135,13 @@ class PlacementProgram:
             self.groups[axis] = group
         placed = space.placed(choice)
         self.results = [space.result(node, choice) for node in space.graph.outputs]
-        graph = local_graph(placed, comm.rank, self.results)
-        self.function = program(graph, exchange=lambda node: exchange_call(node, self.groups[node["axis"]])).function
+        graph = space.program(choice, comm.rank)
+        self.predicted_s, _ = space.cost.of_program(graph)
+
+        def exchange(node: Node, is_begun: bool) -> Any:
+            return exchange_call(node, self.groups[node["axis"]], is_begun)
+
+        self.function = program(graph, exchange=exchange, order=begun_early).function
         self.parts = [
             take(placed.placements[node].shard(tuple(value.shape), space.cost.axes, comm.rank), value).contiguous()
             for node, value in zip(space.graph.inputs, values, strict=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -29,7 +30,9 @@ from tilemesh.graph.rewrite import number_of
 from tilemesh.graph.size import numbers
 from tilemesh.kernels.launch.tensors import read_device
 
-Exchange: TypeAlias = Callable[[Node], Callable[[Any], Any]]
+Exchange: TypeAlias = Callable[[Node, bool], Callable[[Any], Any]]
+"""Of a node that ranks compute together, its function; or, if it is only begun, one of whose result `wait()` is it."""
+Order: TypeAlias = Callable[[Graph], Sequence[Node]]
 # Operators whose code may have a number in the place of one operand.
 _BESIDE_NUMBERS = ("add", "subtract", "multiply", "divide", "power", "compare", "maximum", "minimum")
 
@@ -46,9 +49,9 @@ class Emitted:
     def __init__(
         self, graph: Graph, device: torch.device, inputs: Sequence[Any] | None = None, way: str | None = None,
         ahead: AheadCompilers | None = None, results: Sequence[Strides | None] | None = None,
-        exchange: Exchange | None = None, kernels: bool = True,
+        exchange: Exchange | None = None, kernels: bool = True, order: Order | None = None,
     ) -> None:  # fmt: skip
-        self.exchange, self.kernels = exchange, kernels
+        self.exchange, self.kernels, self.order = exchange, kernels, order
         self.device, self.way = device, way or way_for(device)
         self.strides: list[Strides | None] | None = None
         self._made: dict[Node, Any] = {}
@@ -74,13 +77,16 @@ class Emitted:
     ) -> dict[LayCall, Laid]:
         """The code, with these `lay` nodes or all; what each of them is for."""
         self.graph, origins, lays = with_lays(graph, results, needed)
-        writer = _SourceWriter(self.graph, self.device, self.way, self._made, origins, self.exchange, self.kernels)
+        writer = _SourceWriter(self.graph, self.device, self.way, self._made, origins, self.exchange, self._order)
         with unset_fake_temporarily():  # torch compiles under fake tensors; constants are real ones
             self.source = writer.write()
         namespace: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan, **writer.values}
         exec(compile(self.source, "<graph>", "exec"), namespace)
         self.function: Callable[[list[Any]], tuple[Any, ...]] = namespace["program"]
         return {call: lays[node] for node, call in writer.lays.items() if node in lays}
+
+    def _order(self, graph: Graph) -> Sequence[Node]:
+        return self.order(graph) if self.order else scheduled(graph) if self.kernels else graph.nodes()
 
     def __call__(self, *tensors: Any) -> tuple[Any, ...]:
         sizes_of(self.graph, [tensor.shape for tensor in tensors])  # refuses what does not fit
@@ -90,11 +96,12 @@ class Emitted:
 def program(
     graph: Graph, device: torch.device | str = "cpu", inputs: Sequence[Any] | None = None, way: str | None = None,
     ahead: AheadCompilers | None = None, results: Sequence[Strides | None] | None = None,
-    exchange: Exchange | None = None, kernels: bool = True,
+    exchange: Exchange | None = None, kernels: bool = True, order: Order | None = None,
 ) -> Emitted:  # fmt: skip
     """A graph as a function. way: how regions are computed; ahead: processes that compile Triton kernels; results: the
-    strides that outputs shall have; exchange: the function of a node that ranks compute together."""
-    return Emitted(graph, read_device(device), inputs, way, ahead, results, exchange, kernels)
+    strides that outputs shall have; exchange: of nodes that ranks compute together, begun where they stand in `order`
+    and waited for where they are first read."""
+    return Emitted(graph, read_device(device), inputs, way, ahead, results, exchange, kernels, order)
 
 
 def examples(graph: Graph, device: torch.device) -> list[Any]:
@@ -106,13 +113,15 @@ def examples(graph: Graph, device: torch.device) -> list[Any]:
 class _SourceWriter:
     def __init__(
         self, graph: Graph, device: torch.device, way: str | None, made: dict[Node, Any], origins: dict[Node, Node],
-        exchange: Exchange | None, small: bool,
+        exchange: Exchange | None, order: Order,
     ) -> None:  # fmt: skip
         self.exchange = exchange
         self.graph, self.device, self.way = graph, device, way
         self.made, self.origins = made, origins  # constants and regions, made once for a node of the given graph
         self.lays: dict[Node, LayCall] = {}
-        self.order = scheduled(graph) if small else graph.nodes()
+        self.order = order(graph)
+        self.begun: set[Node] = set()
+        """Exchanges after which something else comes before their first reader, until they are waited for."""
         # Which values live is known when it runs: then every operator asks.
         self.steered = any(primitive(node.op).kind == "control" for node in self.order)
         self.readers = users(self.order)
@@ -134,7 +143,11 @@ class _SourceWriter:
         ]
         reads = {node: self._reads(node, skipped) for node in written}
         last = {value: node for node in written for value in reads[node]}
+        if self.exchange:
+            exchanges = [pair for pair in pairwise(written) if primitive(pair[0].op).kind == "exchange"]
+            self.begun = {node for node, following in exchanges if node not in reads[following]}
         for place, node in enumerate(written):
+            lines += [wait for value in reads[node] for wait in self._wait(value)]
             self.names[node] = f"v{place}"
             lines.append(f"{self.names[node]} = {self._expression(node)}")
             done = [
@@ -143,8 +156,15 @@ class _SourceWriter:
             dead = [self.names[value] for value in done if value in self.names]
             if dead:
                 lines.append(f"del {', '.join(dead)}")
+        lines += [wait for node in self.graph.outputs for wait in self._wait(node)]
         outputs = "".join(f"{self._name(node)}, " for node in self.graph.outputs)
         return "def program(inputs):\n" + "".join(f"    {line}\n" for line in lines) + f"    return ({outputs})\n"
+
+    def _wait(self, node: Node) -> list[str]:
+        if node not in self.begun:
+            return []
+        self.begun.remove(node)
+        return [f"{self.names[node]} = {self.names[node]}.wait()"]
 
     def _only_number(self, node: Node) -> bool:
         """A repeated number that every reader can have as a number in the code."""
@@ -222,7 +242,9 @@ class _SourceWriter:
         if node.op == "lay":
             self.lays[node] = LayCall(node["strides"])
             return f"{self._held(self.lays[node], 's')}({names[0]})"
-        call = self.exchange(node) if self.exchange and row.kind == "exchange" else torch_function(node, {})
+        if self.exchange and row.kind == "exchange":
+            return f"{self._held(self.exchange(node, node in self.begun), 'f')}({names[0]})"
+        call = torch_function(node, {})
         return f"{self._held(call, 'f')}({', '.join(names)})"
 
     def _once(self, node: Node, make: Callable[[], Any]) -> Any:

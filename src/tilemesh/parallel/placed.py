@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
+from operator import methodcaller
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from tilemesh.comm.runtime.communicator import Communicator
+from tilemesh.comm.runtime.engine import Handle
 from tilemesh.core.axes import Axes
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.shard import Shard
@@ -43,6 +45,7 @@ from tilemesh.parallel.shard import take
 from tilemesh.parallel.whole import gather_parts, handed_around
 from tilemesh.plan.place.combine import combined
 from tilemesh.plan.place.local import local_graph, whole_shape
+from tilemesh.plan.place.overlap import begun_early
 from tilemesh.plan.place.propagate import PlacedGraph, propagate
 from tilemesh.plan.place.rules import DRAWN_ALIKE, EXCHANGES, OpaqueRule, is_random
 
@@ -131,31 +134,58 @@ def fitting(trace: JointTrace, pins: Pins, axes: Axes) -> dict[str, TensorPlacem
     return named
 
 
-def exchange_call(node: Node, comm: Communicator) -> Callable[[Tensor], Tensor]:
-    """What a node that ranks compute together does, by the communicator along its axis."""
+Finish = Callable[[Tensor], Tensor]
+
+
+class BegunExchange(NamedTuple):
+    """An exchange that moves while its rank computes."""
+
+    handle: Handle
+    finish: Finish
+
+    def wait(self) -> Tensor:
+        return self.finish(self.handle.wait())
+
+
+def exchange_call(node: Node, comm: Communicator, is_begun: bool = False) -> Callable[[Tensor], Any]:
+    """What a node that ranks compute together does, by the communicator along its axis; or what begins it."""
     attributes = dict(node.attributes)
+
+    def begin(
+        x: Tensor, collective: Callable[..., Any], finish: Callable[[Tensor], Tensor] = _as_it_is, **words: Any
+    ) -> Any:
+        return BegunExchange(collective(x, **words, wait=False), finish) if is_begun else finish(collective(x, **words))
+
     if node.op == "all_reduce":
-        return lambda x: comm.all_reduce(x.contiguous())
+        return lambda x: begin(x.contiguous(), comm.all_reduce)
     dim, counts = attributes["dim"], attributes["counts"]
     if node.op == "all_gather":
         rank = len(node.shape)  # a turned view is gathered as it lies in memory
         order = node.inputs[0]["order"] if node.inputs[0].op == "transpose" else tuple(range(rank))
         back, lies = [order.index(at) for at in range(rank)], order[dim]
-        return lambda x: comm.all_gather(x.permute(back).contiguous(), axis=lies, counts=counts).permute(order)
+        turned = methodcaller("permute", order)
+        return lambda x: begin(x.permute(back).contiguous(), comm.all_gather, turned, axis=lies, counts=counts)
     if node.op == "reduce_scatter":
-        return lambda x: comm.reduce_scatter(x.contiguous(), axis=dim, counts=counts)
+        return lambda x: begin(x.contiguous(), comm.reduce_scatter, axis=dim, counts=counts)
     into, parts, shape = attributes["into"], list(attributes["parts"]), whole_shape(node)
+    shapes = [[length if at == dim else size for at, size in enumerate(shape)] for length in counts]
+    lengths = [math.prod(each) for each in shapes]
 
-    def all_to_all(x: Tensor) -> Tensor:
+    def joined(flat: Tensor) -> Tensor:
+        return torch.cat(
+            [piece.view(each) for piece, each in zip(torch.split(flat, lengths), shapes, strict=True)], dim
+        )
+
+    def all_to_all(x: Tensor) -> Any:
         pieces = [piece.flatten() for piece in torch.split(x, parts, into)]
-        shapes = [[length if at == dim else size for at, size in enumerate(shape)] for length in counts]
-        lengths = [math.prod(each) for each in shapes]
         sent = [piece.numel() for piece in pieces]
-        flat = comm.all_to_all(torch.cat(pieces), send_counts=sent, recv_counts=lengths)
-        received = zip(flat.split(lengths), shapes, strict=True)
-        return torch.cat([piece.view(each) for piece, each in received], dim)
+        return begin(torch.cat(pieces), comm.all_to_all, joined, send_counts=sent, recv_counts=lengths)
 
     return all_to_all
+
+
+def _as_it_is(value: Tensor) -> Tensor:
+    return value
 
 
 class PlacedProgram:
@@ -167,11 +197,10 @@ class PlacedProgram:
         self.results = trace.results + len(trace.changed)
         parts = local_graph(joint.placed, mesh.comm.rank, joint.outputs)
         self.entering = sum(name in trace.inputs for name in trace.gradients)
-        own = len(trace.gradients) - self.entering
-        local = self.local = with_generator(combined(parts, self.results, own), generator)
-        self.device, graphs = generator.device, divided(local, self.results)
-        self.exchanges = [node for node in local.nodes() if node.op in EXCHANGES]
-        self.forward, self.backward = self._functions(graphs)
+        self.device, graphs = generator.device, divided(with_generator(parts, generator), self.results)
+        self.programs = [combined(graph) for graph in graphs]
+        self.exchanges = [node for graph in self.programs for node in graph.nodes() if node.op in EXCHANGES]
+        self.forward, self.backward = self._functions(self.programs)
         self._backward = graphs[1]
         self._halves: list[Callable[..., tuple[Tensor, ...]]] = []
         self.later: list[Callable[[], tuple[Tensor, ...]]] | None = None
@@ -182,18 +211,19 @@ class PlacedProgram:
     def halves(self) -> list[Callable[..., tuple[Tensor, ...]]]:
         """The backward program in two: gradients of inputs and what else it has made, then those of parameters (the
         first time a collective call)."""
-        self._halves = self._halves or self._functions(halved(self._backward, self.entering))
+        self._halves = self._halves or self._functions(map(combined, halved(self._backward, self.entering)))
         return self._halves
 
-    def _functions(self, graphs: Sequence[Graph]) -> list[Callable[..., tuple[Tensor, ...]]]:
+    def _functions(self, graphs: Iterable[Graph]) -> list[Callable[..., tuple[Tensor, ...]]]:
         """Of programs whose exchanges stand in the same order on all ranks."""
-        orders = [[node["serial"] for node in graph.nodes() if node.op in EXCHANGES] for graph in graphs]
+        graphs = list(graphs)
+        orders = [[node["serial"] for node in begun_early(graph) if node.op in EXCHANGES] for graph in graphs]
         agree(self.mesh.comm, {"exchanges": orders})
 
-        def exchange(node: Node) -> Callable[[Tensor], Tensor]:
-            return exchange_call(node, self.mesh.axis(node["axis"]).comm)
+        def exchange(node: Node, is_begun: bool) -> Callable[[Tensor], Any]:
+            return exchange_call(node, self.mesh.axis(node["axis"]).comm, is_begun)
 
-        return [program(graph, self.device, exchange=exchange).function for graph in graphs]
+        return [program(graph, self.device, exchange=exchange, order=begun_early).function for graph in graphs]
 
     def parts(self, call: ModuleCall) -> Iterator[Tensor]:
         """This rank's parts of the inputs."""

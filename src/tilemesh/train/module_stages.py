@@ -88,8 +88,8 @@ class StagedCall(nn.Module):
     def figures(self, cost: MeshCost) -> tuple[float, float]:
         """Seconds of a step but for its update, and bytes that a rank sends within its stage (a collective call): all
         stages once, and the longest once for each further microbatch."""
-        programs = [next(iter(placed.programs.values())).local for placed in self.placed]
-        seconds, sent = (sum(each) for each in zip(*(cost.of_program(local) for local in programs), strict=True))
+        programs = [local for placed in self.placed for local in next(iter(placed.programs.values())).programs]
+        seconds, sent = cost.of_program(*programs)
         stages = np.asarray(self.mesh.comm.all_gather(np.array([seconds]))).reshape(self.plan.pp, -1).max(1)
         count = self.plan.accumulation
         return float(stages.sum() + (count - 1) * stages.max()), count * sent

@@ -93,7 +93,7 @@ def step_figures(placed: PlacedModule | StagedCall, cost: MeshCost) -> ProgramFi
     if isinstance(placed, StagedCall):
         (seconds, sent), modules = placed.figures(cost), placed.placed
     else:
-        (seconds, sent), modules = cost.of_program(next(iter(placed.programs.values())).local), (placed,)
+        (seconds, sent), modules = cost.of_program(*next(iter(placed.programs.values())).programs), (placed,)
     graphs = [next(iter(each.programs.values())).trace.graph for each in modules]
     updated = UPDATE_WORDS * sum(p.numel() * p.element_size() for p in placed.parameters() if p.requires_grad)
     seconds += cost.pass_s(MemoryPass("update", updated))

@@ -18,7 +18,9 @@ from tilemesh.core.tensor_placement import REPLICATED, SILENT, Mark, P, R, S, Te
 from tilemesh.graph.ir import Graph, Node
 from tilemesh.model.work.operations import Product
 from tilemesh.model.work.passes import MemoryPass
+from tilemesh.plan import constants
 from tilemesh.plan.place.exchange import Step, exchange_steps
+from tilemesh.plan.place.overlap import begun_early
 from tilemesh.plan.place.propagate import DTYPE_BYTES, sent_bytes
 from tilemesh.plan.place.rules import EXCHANGES, sized
 from tilemesh.plan.speed import RanksOfNodes, Speed, group, speed_of
@@ -115,19 +117,42 @@ class MeshCost:
         """Of a pass over a rank's memory."""
         return self._speed("fp32").op_s(memory)
 
-    def of_program(self, local: Graph) -> tuple[float, float]:
-        """Seconds of one rank's program, exchanges in it included, and the bytes that it sends."""
-        seconds, sent = 0.0, 0.0
-        for node in local.nodes():
-            if node.op not in EXCHANGES:
-                seconds += self.compute_s(node, (REPLICATED,) * len(node.inputs), REPLICATED)
-                continue
-            value, axis, marks = node.inputs[0], str(node["axis"]), _marks_of(node)
-            nbytes = max(self.nbytes(each, REPLICATED) for each in (value, node))
-            nbytes *= self.sizes[axis] if node.op == "all_to_all" else 1
-            seconds += self._step_s(value, axis, marks, nbytes)
-            sent += sent_bytes(*marks, self.sizes[axis], nbytes)
-        return seconds, sent
+    def of_program(self, *programs: Graph) -> tuple[float, float]:
+        """Seconds of one rank's programs, one after the other, with their exchanges; and the bytes that it sends.
+
+        An exchange moves from where it begins to where it is first read, one at a time, where the links move by
+        themselves; what of it is hidden slows computing as the planner assumes. Between ranks of a CPU it is computing.
+        """
+        total, sent = 0.0, 0.0
+        for local in programs:
+            clock = free = 0.0  # of computing, and from when on links move nothing
+            moving: dict[Node, tuple[float, float]] = {}  # when an exchange will have come, and what it takes
+
+            def wait(node: Node, clock: float, moving: dict[Node, tuple[float, float]]) -> float:
+                comes, took = moving.pop(node, (0.0, 0.0))
+                exposed = max(0.0, comes - clock)
+                return clock + exposed + constants.HIDDEN_COST * max(0.0, took - exposed)
+
+            for node in begun_early(local):
+                for value in node.inputs:
+                    clock = wait(value, clock, moving)
+                if node.op not in EXCHANGES:
+                    clock += self.compute_s(node, (REPLICATED,) * len(node.inputs), REPLICATED)
+                    continue
+                value, axis, marks = node.inputs[0], str(node["axis"]), _marks_of(node)
+                nbytes = max(self.nbytes(each, REPLICATED) for each in (value, node))
+                nbytes *= self.sizes[axis] if node.op == "all_to_all" else 1
+                sent += sent_bytes(*marks, self.sizes[axis], nbytes)
+                took = self._step_s(value, axis, marks, nbytes)
+                if self.groups[axis].hides:
+                    free = max(free, clock) + took
+                    moving[node] = free, took
+                else:
+                    clock += took
+            for node in [*moving]:
+                clock = wait(node, clock, moving)
+            total += clock
+        return total, sent
 
     def least_s(self, graph: Graph) -> float:
         """No placement of a graph takes less: its operations, all ranks busy with them at the best rate."""

@@ -118,6 +118,8 @@ class Chosen:
     """The same without whole numbers."""
     seconds: float = field(default=0.0, compare=False)
     """That choosing took."""
+    overlapped_s: float = 0.0
+    """What the first rank's program is predicted to take, exchanges combined and begun early; 0: not asked."""
     history: tuple[tuple[int, float], ...] = ()
     """After how many evaluations the best so far took how long."""
 

@@ -19,7 +19,9 @@ from types import MappingProxyType
 from tilemesh.core.errors import UsageError
 from tilemesh.core.tensor_placement import P, R, S, TensorPlacement, V
 from tilemesh.graph.ir import Graph, Node, ordered, users
+from tilemesh.plan.place.combine import combined
 from tilemesh.plan.place.cost import MeshCost
+from tilemesh.plan.place.local import local_graph
 from tilemesh.plan.place.problem import Moment, PlacementProblem, Transfer
 from tilemesh.plan.place.propagate import PlacedExchange, PlacedGraph, name_of
 from tilemesh.plan.place.rules import ELEMENTWISE, Before, OpaqueRule, Way, sized, ways
@@ -317,6 +319,12 @@ class PlacementSpace:
             others = left.get(self.variable[kind], fits)
             left[self.variable[kind]] = [k for k in fits if k in others]
         return left
+
+    def program(self, choice: Sequence[int], rank: int) -> Graph:
+        """What one rank runs: its parts of the inputs in, its parts of the results out."""
+        return combined(
+            local_graph(self.placed(choice), rank, [self.result(each, choice) for each in self.graph.outputs])
+        )
 
     def placed(self, choice: Sequence[int]) -> PlacedGraph:
         """The graph as it is placed by a choice for each variable."""
