@@ -16,7 +16,10 @@ from test_place import grown, mlp, placed, tensor
 
 from tilemesh.core.axes import Axes, coordinates, ranks_of
 from tilemesh.core.errors import UsageError
+from tilemesh.core.shard import share
 from tilemesh.core.tensor_placement import P, R, S, TensorPlacement, parse
+from tilemesh.graph.build import argument
+from tilemesh.graph.derive import jvp, vjp
 from tilemesh.graph.evaluate import evaluate_numpy, run_numpy
 from tilemesh.graph.ir import Graph, Node, make
 from tilemesh.graph.size import numbers
@@ -168,6 +171,69 @@ def test_one_exchange_serves_all_readers_and_goes_where_they_want_it_at_once() -
     spread = placed(Graph((x,), (make("tanh", x),)), x="tp:S0")
     [graph, _] = require_equal(spread, 0, [TensorPlacement.of(tp=S(1))])
     assert ops(graph) == ["all_to_all"], "not gathered and cut"
+
+
+def uneven(size: int, ranks: int) -> tuple[int, ...]:
+    return tuple(share(size, ranks, rank)[1] for rank in range(ranks))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gradients_of_each_ranks_program_are_parts_of_the_whole_programs(ranks: int) -> None:
+    """An MLP written rank by rank, as Megatron does: its first input whole, or cut along tokens and exchanged into
+    features. The transposes of its exchanges are the exchanges of its backward pass."""
+    random, (tokens, width, hidden) = np.random.default_rng(ranks), (5, 4, 7)
+    x, up, down = (argument(name, shape, "float64") for name, shape in (
+        ("x", (tokens, width)), ("up", (width, hidden)), ("down", (hidden, width)),
+    ))  # fmt: skip
+    whole = make("dot", make("tanh", make("dot", make("sin", x), up)), down)
+    arrays = [random.standard_normal(numbers(node.shape)) for node in (x, up, down)]
+    slope = random.standard_normal((tokens, width))
+    seed = argument("seed", (tokens, width), "float64")
+    wanted = run_numpy(Graph((x, up, down, seed), tuple(vjp([whole], [seed], [x, up, down]))), *arrays, slope)
+
+    def cut(array: Array, dim: int, rank: int) -> Array:
+        lengths = uneven(array.shape[dim], ranks)
+        return array[(*[slice(None)] * dim, slice(sum(lengths[:rank]), sum(lengths[: rank + 1])))]
+
+    rows, columns = uneven(tokens, ranks), uneven(width, ranks)
+    for way in ("copy", "gather", "turn"):
+        graphs, parts = [], []
+        for rank in range(ranks):
+            words: dict[str, Any] = {"axis": "tp", "index": rank}
+            mine = [arrays[0], cut(arrays[1], 1, rank), cut(arrays[2], 0, rank)]
+            last = slope
+            if way != "copy":
+                mine[0], last = cut(arrays[0], 0, rank), cut(slope, 0, rank)
+            own = [
+                argument(node["name"], array.shape, "float64") for node, array in zip((x, up, down), mine, strict=True)
+            ]
+            entered = make("sin", own[0])
+            if way == "copy":
+                entered = make("own_copy", entered, axis="tp", ranks=ranks, serial=0)
+            elif way == "gather":
+                entered = make("all_gather", entered, dim=0, counts=rows, serial=0, scatters=False, **words)
+            else:  # into columns of all tokens, and gathered along these
+                entered = make(
+                    "all_to_all", entered, dim=0, counts=rows, into=1, parts=columns, serial=0, scatters=False, **words
+                )  # fmt: skip
+                entered = make("all_gather", entered, dim=1, counts=columns, serial=1, scatters=False, **words)
+            part = make("dot", make("tanh", make("dot", entered, own[1])), own[2])
+            if way == "copy":
+                left = make("all_reduce", part, axis="tp", ranks=ranks, serial=2)
+            else:
+                left = make("reduce_scatter", part, dim=0, counts=rows, serial=2, scatters=True, **words)
+            given = argument("seed", last.shape, "float64")
+            assert {node.op for node in jvp(Graph(tuple(own), (left,)), own).nodes() if node.op in EXCHANGES}
+            graphs.append(Graph((*own, given), tuple(vjp([left], [given], own))))
+            parts.append([*mine, last])
+        backward = {"copy": ["all_reduce"], "gather": ["all_gather", "reduce_scatter"], "turn": ["all_to_all"]}[way]
+        assert set(backward) <= set(ops(graphs[0]))
+        made = run_ranks(graphs, parts, (("tp", ranks),))
+        for at, dim in ((0, None if way == "copy" else 0), (1, 1), (2, 0)):
+            got = [own[at] for own in made]
+            joined = got[0] if dim is None else np.concatenate(got, dim)
+            np.testing.assert_allclose(joined, wanted[at], atol=1e-12, err_msg=way)
+            assert dim is not None or all(np.array_equal(each, got[0]) for each in got), "all ranks have it"
 
 
 def test_bytes_of_a_program_are_those_that_its_placement_says() -> None:

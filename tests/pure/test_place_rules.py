@@ -173,7 +173,7 @@ LINEAR = (
     "add subtract multiply divide negate where cast sum reshape transpose broadcast concat slice pad reverse dot take "
     "put_add conv conv_input conv_weight windows unwindows switch merge"
 )
-ALWAYS_WHOLE = {"input", "constant", "iota", "item", "lay", "region", "opaque", *EXCHANGES}
+ALWAYS_WHOLE = {"input", "constant", "iota", "item", "lay", "region", "opaque", "own_copy", *EXCHANGES}
 
 
 def test_every_primitive_has_a_row_and_is_tried() -> None:

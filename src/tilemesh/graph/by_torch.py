@@ -157,6 +157,7 @@ _TORCH: dict[str, Callable[..., Any]] = {
     "slice": lambda node, sizes, x: x[ranges(node, sizes)],
     "pad": _pad,
     "reverse": lambda node, sizes, x: torch.flip(x, node["dims"]),
+    "own_copy": lambda node, sizes, x: x,
     "take": _take,
     "put_add": _put_add,
     "conv": _conv,

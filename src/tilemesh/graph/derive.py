@@ -59,6 +59,8 @@ def _tangent(node: Node, tangents: Sequence[Node | None]) -> Node | None:
             for tangent, partial in zip(tangents, _partials(node), strict=True)
             if tangent is not None and partial is not None
         ]
+    elif kind == "exchange":
+        return _exchange(node, node.op, tangents[0])
     elif kind == "linear":
         parts = [
             rebuilt(node, [tangent if place == at else value for place, value in enumerate(node.inputs)])
@@ -224,6 +226,11 @@ def _conv_back(node: Node, at: int, g: Node) -> Node:
     return make(op, values[roles[0]], values[roles[1]], **settings)
 
 
+def _exchange(node: Node, op: str, value: Node | None, **changed: object) -> Node | None:
+    """Among the ranks of another exchange, with a number of its own."""
+    return make(op, value, **dict(node.attributes) | {"serial": -1 - node["serial"]} | changed) if value else None
+
+
 _TRANSPOSES: Mapping[str, Callable[[Node, int, Node], Node | None]] = {
     "switch": _switch_back,
     "merge": lambda node, at, g: make("switch", g, node.inputs[0], branch=at == 1) if at else None,
@@ -247,6 +254,14 @@ _TRANSPOSES: Mapping[str, Callable[[Node, int, Node], Node | None]] = {
         "unwindows", g, shape=node.inputs[0].shape, taps=node["taps"], stride=node["stride"]
     ),
     "unwindows": lambda node, at, g: make("windows", g, taps=node["taps"], stride=node["stride"]),
+    # What all ranks have alike has one gradient, which all have; of what each computes on its own each has a part.
+    "all_reduce": lambda node, at, g: _exchange(node, "own_copy", g),
+    "own_copy": lambda node, at, g: _exchange(node, "all_reduce", g),
+    "all_gather": lambda node, at, g: _exchange(node, "reduce_scatter", g, scatters=True),
+    "reduce_scatter": lambda node, at, g: _exchange(node, "all_gather", g, scatters=False),
+    "all_to_all": lambda node, at, g: _exchange(
+        node, "all_to_all", g, dim=node["into"], counts=node["parts"], into=node["dim"], parts=node["counts"]
+    ),
 }
 
 

@@ -24,7 +24,14 @@ FLOATS = ("float64", "float32", "bfloat16", "float16")
 WIDER = {"bfloat16": "float32", "float16": "float32"}  # what sums of them are kept in
 COMPARISONS = {"equal": "==", "less": "<", "less_equal": "<="}
 REDUCTIONS = ("sum", "amax")  # that generated kernels compute
-VIEWS = ("reshape", "transpose", "broadcast", "slice", "item")  # they name memory again: no work for a device
+VIEWS = (
+    "reshape",
+    "transpose",
+    "broadcast",
+    "slice",
+    "item",
+    "own_copy",
+)  # they name memory again: no work for a device
 TUPLE = "tuple"  # the dtype of an opaque operator that returns several tensors, each taken out by `item`
 
 Typed: TypeAlias = tuple[Shape, str]
@@ -415,5 +422,6 @@ _define(
 )
 # What ranks along an `axis` of a mesh do together; `serial` tells two of them apart, in an order that all ranks have.
 _define("all_reduce all_gather reduce_scatter all_to_all", 1, "exchange", _exchanged)
+_define("own_copy", 1, "linear", _same)  # what all ranks have alike, of which each computes its own from here on
 _define("switch", 2, "control", _switch)
 _define("merge", 3, "control", _merge)

@@ -270,7 +270,7 @@ _NOT_LINEAR = "power maximum minimum absolute sign exp log sqrt sin cos tanh sig
 ELEMENTWISE = frozenset([*_NOT_LINEAR.split(), "add", "subtract", "multiply", "divide", "negate", "where", "cast"])
 RULES: dict[str, Rule] = {
     **dict.fromkeys(
-        ["input", "constant", "iota", "lay", "region", *EXCHANGES], _nothing
+        ["input", "constant", "iota", "lay", "region", "own_copy", *EXCHANGES], _nothing
     ),  # as they are pinned, or all of it; of a rank's own program nothing is placed again
     **dict.fromkeys(_NOT_LINEAR.split(), _elementwise()),
     "add": _elementwise("PP"),
