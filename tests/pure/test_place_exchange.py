@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Generator, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from tilemesh.graph.evaluate import evaluate_numpy, run_numpy
 from tilemesh.graph.ir import Graph, Node, make
 from tilemesh.graph.size import numbers
 from tilemesh.plan.place.combine import combined
-from tilemesh.plan.place.exchange import exchange_steps, sent_by
+from tilemesh.plan.place.exchange import exchange_steps
 from tilemesh.plan.place.local import local_graph
 from tilemesh.plan.place.overlap import begun_early
 from tilemesh.plan.place.propagate import PlacedGraph, propagate
@@ -133,6 +134,16 @@ def require_equal(result: PlacedGraph, seed: int, outputs: Sequence[TensorPlacem
         assert set(begun_early(less)) == set(less.nodes())
         assert sum(map(sent_elements, less.nodes())) == sum(map(sent_elements, own.nodes())), "as many bytes"
     return graphs
+
+
+def sent_by(node: Node, element_bytes: int) -> float:
+    """What this rank sends at least for an exchange."""
+    value = node.inputs[0]
+    size = math.prod(size for size in value.shape if isinstance(size, int)) * element_bytes
+    if node.op == "all_reduce":
+        return 2 * size * (int(node["ranks"]) - 1) / int(node["ranks"])
+    ranks = len(node["counts"])
+    return size * (ranks - 1) if node.op == "all_gather" else size * (ranks - 1) / ranks
 
 
 def sent_elements(node: Node) -> float:

@@ -64,21 +64,27 @@ def _marked(placed: PlacedGraph, node: Node) -> str:
     return "" if node.op == "constant" else str(placed.placements.get(node, REPLICATED))  # an input may have no reader
 
 
-def placed_drawing(placed: PlacedGraph, title: str) -> str:
-    """Boxes coloured by placement, exchanges on the lines."""
-    by_reader: dict[tuple[Node, Node | None], list[PlacedExchange]] = {}
+def by_reader(placed: PlacedGraph) -> dict[tuple[Node, Node | None], list[PlacedExchange]]:
+    """What is sent from a node to one that reads it."""
+    found: dict[tuple[Node, Node | None], list[PlacedExchange]] = {}
     for exchange in placed.exchanges:
         if exchange.nbytes:
-            by_reader.setdefault((exchange.node, exchange.reader), []).append(exchange)
+            found.setdefault((exchange.node, exchange.reader), []).append(exchange)
+    return found
+
+
+def placed_drawing(placed: PlacedGraph, title: str) -> str:
+    """Boxes coloured by placement, exchanges on the lines."""
+    sent = by_reader(placed)
 
     def colour(node: Node) -> int:
         return next((COLOURS[mark.kind] for _, mark in placed.placements.get(node, REPLICATED)), 0)
 
     def edge(node: Node, reader: Node) -> str:
-        return ", ".join(f"{each.collective} {each.axis}" for each in by_reader.get((node, reader), ()))
+        return ", ".join(f"{each.collective} {each.axis}" for each in sent.get((node, reader), ()))
 
     def more(node: Node) -> str:
-        own = "".join(f" after {each.collective} {each.axis}" for each in by_reader.get((node, None), ()))
+        own = "".join(f" after {each.collective} {each.axis}" for each in sent.get((node, None), ()))
         return f"{placed.placements.get(node, REPLICATED)}{own}"
 
     return drawing([(title, placed.graph)], colour=colour, more=more, edge=edge)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tilemesh.cli.placed import COLOURS
+from tilemesh.cli.placed import COLOURS, by_reader
 from tilemesh.cli.run_placed import PlacementRun
 from tilemesh.core.tensor_placement import REPLICATED, TensorPlacement
 from tilemesh.core.units import format_bytes, format_seconds
@@ -39,7 +39,7 @@ class _OperatorBox:
 def placed_picture(placed: PlacedGraph) -> str:
     """The forward pass as SVG; at most some sixty boxes, of the first layers."""
     graph, groups = _condensed(placed)
-    sent = _by_reader(placed)
+    sent = by_reader(placed)
 
     def placement(node: Node) -> TensorPlacement:
         return placed.placements[groups[node].nodes[-1]] if node in groups else REPLICATED
@@ -85,14 +85,6 @@ def _words(exchanges: object) -> str:
     for each in exchanges:  # type: ignore[attr-defined]
         bytes_by_axis[each.collective, each.axis] = bytes_by_axis.get((each.collective, each.axis), 0.0) + each.nbytes
     return ", ".join(f"{name} {axis} {format_bytes(round(nbytes))}" for (name, axis), nbytes in bytes_by_axis.items())
-
-
-def _by_reader(placed: PlacedGraph) -> dict[tuple[Node, Node | None], list[PlacedExchange]]:
-    exchanges: dict[tuple[Node, Node | None], list[PlacedExchange]] = {}
-    for exchange in placed.exchanges:
-        if exchange.nbytes:
-            exchanges.setdefault((exchange.node, exchange.reader), []).append(exchange)
-    return exchanges
 
 
 MOST = 60

@@ -127,15 +127,13 @@ class MeshCost:
         for local in programs:
             clock = free = 0.0  # of computing, and from when on links move nothing
             moving: dict[Node, tuple[float, float]] = {}  # when an exchange will have come, and what it takes
-
-            def wait(node: Node, clock: float, moving: dict[Node, tuple[float, float]]) -> float:
-                comes, took = moving.pop(node, (0.0, 0.0))
-                exposed = max(0.0, comes - clock)
-                return clock + exposed + constants.HIDDEN_COST * max(0.0, took - exposed)
-
-            for node in begun_early(local):
-                for value in node.inputs:
-                    clock = wait(value, clock, moving)
+            order = [(node, node.inputs) for node in begun_early(local)]
+            for node, read in [*order, (None, local.outputs)]:
+                for comes, took in [moving.pop(value) for value in dict.fromkeys(read) if value in moving]:
+                    exposed = max(0.0, comes - clock)
+                    clock += exposed + constants.HIDDEN_COST * max(0.0, took - exposed)
+                if node is None:
+                    break
                 if node.op not in EXCHANGES:
                     clock += self.compute_s(node, (REPLICATED,) * len(node.inputs), REPLICATED)
                     continue
@@ -149,8 +147,6 @@ class MeshCost:
                     moving[node] = free, took
                 else:
                     clock += took
-            for node in [*moving]:
-                clock = wait(node, clock, moving)
             total += clock
         return total, sent
 

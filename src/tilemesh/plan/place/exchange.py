@@ -7,7 +7,6 @@ which ranks (`axis`), which dims, and how long everyone's parts are; they are th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
@@ -124,13 +123,3 @@ class Exchanger:
         is_float = "float" in node.dtype
         number = make("constant", value=float(ranks) if is_float else int(index == 0), shape=(), dtype=node.dtype)
         return make("divide" if is_float else "multiply", node, make("broadcast", number, shape=node.shape, dims=()))
-
-
-def sent_by(node: Node, element_bytes: int) -> float:
-    """What this rank sends at least for an exchange."""
-    value = node.inputs[0]
-    size = math.prod(size for size in value.shape if isinstance(size, int)) * element_bytes
-    if node.op == "all_reduce":
-        return 2 * size * (int(node["ranks"]) - 1) / int(node["ranks"])
-    ranks = len(node["counts"])
-    return size * (ranks - 1) if node.op == "all_gather" else size * (ranks - 1) / ranks
