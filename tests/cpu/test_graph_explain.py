@@ -172,7 +172,7 @@ def test_choosers_race_in_a_table_and_on_a_page(file: Path, tmp_path: Path, caps
     words = ["--mesh", "dp=2", "--train", "--html", str(page), "--json", str(record)]
     assert main(["graph", "explain", f"{file}:make", *words, "--choose", "all"]) == 0
     said = capsys.readouterr().out
-    assert "chooser  predicted time  memory per rank" in said
+    assert "chooser  predicted time  overlapped  memory per rank" in said
     chosen = json.loads(record.read_text())["chosen"]
     assert {each["chooser"] for each in chosen} >= {"random", "greedy", "dp", "mcmc", "learned"}
     assert chosen[0]["predicted_s"] == min(each["predicted_s"] for each in chosen)

@@ -172,16 +172,25 @@ def record(answers: Sequence[Chosen]) -> list[dict[str, Any]]:
 
 def chosen_page(answers: Sequence[Chosen]) -> Html:
     """Who found what after how many evaluations, and the table."""
+    from tilemesh.parallel.choose import CHOOSERS
     from tilemesh.report.draw import Dots, Drawing, Line, PageTable, Plot, PlotAxis, PlotLayer, Rule, around
 
     layers: list[PlotLayer] = []
     points: list[tuple[float, float]] = []
-    for colour, each in enumerate(answers):
+    layouts: dict[str, tuple[float, float]] = {}
+    for each in answers:
         if each.figures is not None:
             end = (float(max(each.evaluations, 1)), each.figures.seconds)
+            if each.chooser not in CHOOSERS:
+                layouts[each.chooser] = end
+                continue
+            colour = [*CHOOSERS].index(each.chooser)
             history = [(float(count), seconds) for count, seconds in each.history if seconds < math.inf]
             layers.append(Line(each.chooser, [*history, end], colour) if history else Dots(each.chooser, [end], colour))
             points += [*history, end]
+    if layouts:
+        layers.append(Dots("known layouts", [*layouts.values()], 7, words=[*layouts]))
+    points += layouts.values()
     bound = max(each.bound_s for each in answers)
     if bound > 0:
         layers.append(Rule("proved bound", bound, 6))

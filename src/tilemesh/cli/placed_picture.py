@@ -62,7 +62,7 @@ def placed_picture(placed: PlacedGraph) -> str:
         ]
         return " · ".join([str(placement(node)), *([f"then {after}"] if after else []), *gathered])
 
-    return drawing([("", graph)], colour=colour, more=more, edge=edge)
+    return drawing([("", graph)], colour=colour, more=more, edge=edge, is_centred=True)
 
 
 def _short(weight: Node) -> str:
@@ -172,7 +172,7 @@ def placed_summary(
             *(el("li", el("i", class_=f"key k{colour} box"), words) for words, colour in MEANINGS),
             class_="legend",
         ),
-        el("div", Html(placed_picture(placed)), style="overflow:auto;max-height:60rem"),
+        el("div", Html(placed_picture(placed)), style="overflow-x:auto"),
         *passes,
         style="flex:1 1 44rem;min-width:0",
     )
@@ -183,10 +183,11 @@ def placed_summary(
     verdict = f"On {mesh} each rank sends {format_bytes(round(placed.nbytes))} in a step."
     if best is not None and best.figures is not None:
         proof = "no placement considered takes less" if best.is_optimal else f"at most {best.gap:.1%} could be saved"
+        held, sent = (format_bytes(round(size)) for size in (best.figures.memory_bytes, best.figures.sent_bytes))
         verdict = (
-            f"On {mesh} the placement of {best.chooser} is predicted to take {format_seconds(best.figures.seconds)} on "
-            f"{device} ({proof}), {format_bytes(round(best.figures.memory_bytes))} and "
-            f"{format_bytes(round(best.figures.sent_bytes))} sent per rank."
+            f"On {mesh} the placement of {best.chooser} is predicted to take {format_seconds(best.overlapped_s)} on "
+            f"{device}, {format_seconds(best.figures.seconds)} without overlap ({proof}); a rank holds {held} and "
+            f"sends {sent}."
         )
     shown = [picture, beside] if answers else [picture]
     return join(

@@ -242,9 +242,9 @@ def run_page(runs: Sequence[PlacementRun]) -> Html:
     low, high = around([*predicted, *measured])
     layers: list[PlotLayer] = [Line("as predicted", [(low, low), (high, high)], 6)]
     cells = []
-    for colour, each in enumerate(runs):
-        name, seconds = ", ".join(each.choosers), each.seconds.median
-        layers.append(Dots(name, [(each.figures.seconds, seconds)], colour))
+    names = [", ".join(each.choosers) for each in runs]
+    layers.append(Dots("a placement", [*zip(predicted, measured, strict=True)], 0, words=names))
+    for name, seconds, each in zip(names, measured, runs, strict=True):
         sizes = (format_bytes(round(each.figures.sent_bytes)), format_bytes(round(each.sent_bytes)))
         cells.append(
             (name, format_seconds(each.figures.seconds), format_seconds(seconds), f"{each.error:+.0%}", *sizes)

@@ -76,11 +76,13 @@ class Scene:
 
     def text(
         self, x: float, y: float, words: str, *, size: float = 12, bold: bool = False, align: str = "",
-        quiet: bool = False,
+        quiet: bool = False, above: bool = False,
     ) -> None:  # fmt: skip
-        """`align`: "" begins at x, "mid" is centred on it, "end" ends there."""
+        """`align`: "" begins at x, "mid" is centred on it, "end" ends there. `above`: lines behind it keep off."""
         classes = " ".join(["quiet" if quiet else "fg", *(["b"] if bold else []), *([align] if align else [])])
-        self.shapes.append(f'<text class="{classes}" x="{x:g}" y="{y:g}" font-size="{size:g}">{escape(words)}</text>')
+        halo = ' hole" style="paint-order:stroke;stroke-width:3' if above else ""
+        place = f'x="{x:g}" y="{y:g}" font-size="{size:g}"'
+        self.shapes.append(f'<text class="{classes}{halo}" {place}>{escape(words)}</text>')
 
     def note(self, x: float, y: float, words: str) -> None:
         """A small line of explanation."""

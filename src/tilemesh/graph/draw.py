@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilemesh.core.scene import Scene, text_width
 from tilemesh.graph.ir import Graph, Node, users
@@ -37,9 +38,10 @@ def drawing(
     colour: Callable[[Node], int] = by_operator,
     more: Callable[[Node], str] = lambda node: "",
     edge: Callable[[Node, Node], str] = lambda node, reader: "",
+    is_centred: bool = False,
 ) -> str:
     """The graphs beside each other, each below its words. `colour`: of each operator's box; `more`: what stands in it
-    besides; `edge`: what stands on the line to a reader."""
+    besides; `edge`: what stands on the line to a reader. `is_centred`: boxes stand on both sides of what they read."""
     top = 44 if title else 22
     scene = Scene(0, 0, title)
     left, height = float(MARGIN), 60.0
@@ -48,7 +50,7 @@ def drawing(
         if len(shown) > MOST:
             words = f"{words}: {len(shown)} operators, too many to draw"
             shown = []
-        layout = _placed(graph, shown, left, top, more)
+        layout = _placed(graph, shown, left, top, more, is_centred)
         scene.text(left, top, words, bold=True)
         _draw(scene, graph, layout, colour, edge)
         ends = [box.x + box.width for box in layout.boxes] + list(layout.lines.values())
@@ -114,7 +116,9 @@ def _levels(graph: Graph, shown: Sequence[Node]) -> dict[Node, int]:
     return {node: depth - first for node, depth in level.items()}
 
 
-def _placed(graph: Graph, shown: Sequence[Node], left: float, top: float, more: Callable[[Node], str]) -> _Layout:
+def _placed(
+    graph: Graph, shown: Sequence[Node], left: float, top: float, more: Callable[[Node], str], is_centred: bool
+) -> _Layout:
     """Within a level everything stands near what it reads. A line that passes a level has a place there, as a box has:
     so no line runs behind a box."""
     level = _levels(graph, shown)
@@ -137,18 +141,26 @@ def _placed(graph: Graph, shown: Sequence[Node], left: float, top: float, more: 
         for node in rows.get(depth, ()):
             centres = [above(value, depth) for value in _reads(node)]
             wanted.append((sum(centres) / len(centres) if centres else -1.0, node, False))
-        edge = left
+        edge, row = -math.inf if is_centred else left, list[tuple[float, float, Node, bool, str, str]]()
+        off: list[float] = []
         for centre, node, passes in sorted(wanted, key=lambda each: each[0]):
             label, below_text = ("", "") if passes else _label(node)
             below_text = f"{below_text} {'' if passes else more(node)}".strip()
             width = LINE if passes else max(text_width(label, 13), text_width(below_text, 10)) + 16
             x = max(edge, centre - width / 2)
-            if passes:
-                lines[node, depth] = x + width / 2
-            else:
-                boxes[node] = _Box(node, label, below_text, round(x), top + depth * LEVEL + 14, round(width))
+            row.append((x, width, node, passes, label, below_text))
+            off.append(x + width / 2 - centre)
             edge = x + width + GAP
-    return _Layout(list(boxes.values()), lines, level)
+        shift = sum(off) / len(off) if is_centred and off else 0.0
+        for x, width, node, passes, label, below_text in row:
+            if passes:
+                lines[node, depth] = x - shift + width / 2
+            else:
+                boxes[node] = _Box(node, label, below_text, round(x - shift), top + depth * LEVEL + 14, round(width))
+    least = min([*(box.x for box in boxes.values()), *lines.values()], default=left)
+    moved = left - least if is_centred else 0.0
+    found = [replace(box, x=box.x + round(moved)) for box in boxes.values()]
+    return _Layout(found, {place: x + round(moved) for place, x in lines.items()}, level)
 
 
 def _draw(
@@ -164,10 +176,10 @@ def _draw(
         for value in dict.fromkeys(_reads(box.node)):
             scene.path(_line(at[value], box, layout), "edge")
             scene.tip(box.x + box.width / 2, box.y, (0, 1), 6)
+    for box in layout.boxes:
         crossed = dict.fromkeys(edge(value, box.node) for value in dict.fromkeys(_reads(box.node)))
         if words := ", ".join(filter(None, crossed)):
-            scene.text(box.x + box.width / 2 + 8, box.y - 5, words, size=9.5, bold=True)
-    for box in layout.boxes:
+            scene.text(box.x + box.width / 2 + 8, box.y - 5, words, size=10.5, bold=True, above=True)
         scene.box(box.x, box.y, box.width, BOX, colour=colour(box.node))
         scene.text(box.x + 7, box.y + 15, box.label, bold=box.node in outputs)
         scene.text(box.x + 7, box.y + 29, box.below, size=9.5, quiet=True)
