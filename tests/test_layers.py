@@ -96,7 +96,7 @@ MOST_LINES = {
     "align": 4_277,
     "report": 6_328,
     "bench": 9_273,
-    "cli": 6_853,
+    "cli": 6_870,
     "guide": 17_297,
 }
 SOURCE_SUFFIXES = (".py", ".c", ".cpp", ".h", ".cu", ".cuh", ".js", ".css")

@@ -182,7 +182,10 @@ def placed_summary(
     best = answers[0] if answers else None
     verdict = f"On {mesh} each rank sends {format_bytes(round(placed.nbytes))} in a step."
     if best is not None and best.figures is not None:
-        proof = "no placement considered takes less" if best.is_optimal else f"at most {best.gap:.1%} could be saved"
+        unknown = (
+            "how far from the best is not known" if best.bound_s <= 0 else f"at most {best.gap:.1%} could be saved"
+        )
+        proof = "no placement considered takes less" if best.is_optimal else unknown
         held, sent = (format_bytes(round(size)) for size in (best.figures.memory_bytes, best.figures.sent_bytes))
         verdict = (
             f"On {mesh} the placement of {best.chooser} is predicted to take {format_seconds(best.overlapped_s)} on "

@@ -39,7 +39,7 @@ class PlacementRun:
 
     choosers: tuple[str, ...]
     figures: PlacementFigures
-    """As they were predicted: of the slowest rank's program."""
+    """As they were predicted, the seconds of what is run: small exchanges combined, and begun early."""
     seconds: Sample
     """Of the slowest rank."""
     sent_bytes: float
@@ -69,7 +69,7 @@ def run_chosen(program: str, words: PlacingWords, answers: Sequence[Chosen]) -> 
     return [
         PlacementRun(
             tuple(each.chooser for each in group),
-            replace(figures, seconds=max(rank["predicted"][at] for rank in ranks)), samples[at],
+            replace(figures, seconds=group[0].overlapped_s), samples[at],
             sum(rank["sent"][at] for rank in ranks) / count, busy,
         )
         for at, group in enumerate(same.values())
@@ -92,10 +92,9 @@ def on_a_rank(program: str, words: Mapping[str, Any], choices: Sequence[Sequence
     placements = {str(at): PlacementProgram(space, choice, comm, values) for at, choice in enumerate(choices)}
     for each in placements.values():
         each.require_equal(wholes)
-    predicted = [each.predicted_s for each in placements.values()]
     samples = compare(placements, timer=rank_timer(comm), repeats=15, seconds=TIMING_S, on_error="raise")
     sent = [each.sent_bytes() for each in placements.values()]
-    return {"predicted": predicted, "samples": [asdict(samples[name]) for name in placements], "sent": sent}
+    return {"samples": [asdict(samples[name]) for name in placements], "sent": sent}
 
 
 def traced_space(program: str, words: PlacingWords) -> tuple[PlacementSpace, list[Any]]:
@@ -136,7 +135,6 @@ class PlacementProgram:
         placed = space.placed(choice)
         self.results = [space.result(node, choice) for node in space.graph.outputs]
         graph = space.program(choice, comm.rank)
-        self.predicted_s, _ = space.cost.of_program(graph)
 
         def exchange(node: Node, is_begun: bool) -> Any:
             return exchange_call(node, self.groups[node["axis"]], is_begun)
