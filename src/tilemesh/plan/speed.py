@@ -170,14 +170,19 @@ def _narrow(measured: Rates) -> tuple[RateCurve, RateCurve]:
 
 
 def narrow_fraction(curve: RateCurve, op: Product) -> float:
-    """Between measured widths in a line over the width's logarithm; beyond them as at the ends."""
-    width = min(op.m, op.n, op.k)
+    """Between measured widths in a line over the width's logarithm; beyond them as at the ends.
+
+    Measured were products with two narrow dims, which caches hold. With one they come from memory, and nothing is above
+    the peak, which was measured so.
+    """
+    width, second, _ = sorted((op.m, op.n, op.k))
+    most = 1.0 if second >= PEAK_WIDTH else math.inf
     if not curve or width >= curve[-1][0]:
         return 1.0
     if width <= curve[0][0]:
-        return curve[0][1]
+        return min(most, curve[0][1])
     (x0, y0), (x1, y1) = next(pair for pair in itertools.pairwise(curve) if pair[0][0] <= width < pair[1][0])
-    return y0 + (y1 - y0) * math.log(width / x0) / math.log(x1 / x0)
+    return min(most, y0 + (y1 - y0) * math.log(width / x0) / math.log(x1 / x0))
 
 
 def _attention_speed(device: Device, peak: float, measured: Rates, code: Code) -> AttentionRates:
