@@ -93,7 +93,7 @@ MOST_LINES = {
     "compress": 1_820,
     "train": 9_078,
     "serve": 9_758,
-    "align": 4_277,
+    "align": 4_286,
     "report": 6_328,
     "bench": 9_273,
     "cli": 6_878,

@@ -47,7 +47,7 @@ from tilemesh.runs.files import write_text
 from tilemesh.runs.folder import new_run, read_summary, write_prediction
 from tilemesh.runs.kind import ALIGN
 from tilemesh.runs.metrics import STEP, latest
-from tilemesh.runs.names import FEEDBACK, METRICS, ROLLOUTS, SAMPLES, SUMMARY
+from tilemesh.runs.names import DRAWING, FEEDBACK, METRICS, ROLLOUTS, SAMPLES, SUMMARY
 from tilemesh.runs.phases import predicted_phases
 from tilemesh.runs.reader import open_checkpoint
 from tilemesh.serve.config import EngineConfig
@@ -164,6 +164,8 @@ def test_conversations_are_repeated(tmp_path: Path) -> None:
     more = ("align.task=vowels", f"align.environment={file}:reply", "align.turns=3", "align.max_tokens=9",
             "align.prompts=8", "align.deadline_s=60")  # fmt: skip
     run = on_ranks(start, tmp_path / "run", STREAM[0], *more)
+    with (run / DRAWING).open("a") as cut_off:
+        cut_off.write('{"kind": "bat')
     events = [each for _, own in read_events(run, 1).items() for each in own[0]]
     assert {each.turn for each in events if each.kind == BATCH} >= {0, 1}
     assert_alike(on_ranks(start, tmp_path / "replay", *more, f"align.repeats={run}"), run, exact=True)

@@ -49,5 +49,14 @@ def read_events(folder: Path, engines: int) -> dict[int, Events]:
 
 
 def _lines(folder: Path) -> list[dict[str, Any]]:
-    path = folder / DRAWING
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.is_file() else []
+    """Up to one that was cut off with the run that wrote it."""
+    path, lines = folder / DRAWING, list[dict[str, Any]]()
+    for text in path.read_text("utf-8", "replace").splitlines() if path.is_file() else ():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            break
+        if not isinstance(line, dict) or not {"first", "events"} & line.keys():
+            break
+        lines.append(line)
+    return lines

@@ -216,7 +216,7 @@ class AnswerStream:
         with self._engine.together():
             for own, (tokens, sampling) in zip(heard, asked, strict=True):
                 priority = _FIRST if key[0] == HELD_OUT else 0
-                jobs.append(self._engine.submit(tokens, sampling, partial(tell, own), priority, whole=True))
+                jobs.append(self._engine.submit(tokens, sampling, partial(tell, own), priority=priority, whole=True))
 
     # ---- beside it -------------------------------------------------------------------------------------------------
 
