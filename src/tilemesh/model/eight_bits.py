@@ -88,10 +88,9 @@ def multiply_blocks(left: Cast, right: Cast, dtype: torch.dtype, turned: bool, n
     rows, weight = left.codes, right.codes if turned else right.codes.t()
     scale = right.scale if turned else right.scale.t()
     if narrow and dtype == torch.bfloat16 and all(size % BLOCK == 0 for size in weight.shape) and len(rows) % 4 == 0:
-        # As cuBLASLt reads them: scales of rows lie column by column, those of blocks in rows of four.
-        down = left.scale.t().contiguous().t()
-        across = functional.pad(scale, (0, -scale.shape[1] % 4))[:, : scale.shape[1]]
-        return torch._scaled_mm(rows, weight.contiguous().t(), down, across.t(), out_dtype=dtype)
+        parts = (rows, weight, left.scale, scale)
+        made: Tensor = _narrow_blocks(*(part.contiguous() for part in parts))
+        return made
     wide = dtype if dtype == torch.float64 or (rows.is_cuda and dtype == torch.bfloat16) else torch.float32
     exact = right.codes.to(wide) * _spread(right.scale, right.codes.shape, BLOCK).to(wide)
     y = (rows.to(wide) * _spread(left.scale, rows.shape, 1).to(wide)) @ (exact.t() if turned else exact)
@@ -113,6 +112,19 @@ def multiply(left: Cast, right: Cast, dtype: torch.dtype, is_fast: bool) -> Tens
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     y = left.codes.to(wide) @ right.codes.to(wide)
     return (y * left.scale.to(wide) * right.scale.to(wide)).to(dtype)
+
+
+@torch.library.custom_op("tilemesh::narrow_blocks", mutates_args=())
+def _narrow_blocks(rows: Tensor, weight: Tensor, down: Tensor, across: Tensor) -> Tensor:
+    """rows (M, K) times weight (N, K) transposed in bfloat16, as it is called under torch.compile too. cuBLASLt reads
+    scales of rows column by column, and those of blocks in rows of whole fours."""
+    across = functional.pad(across, (0, -across.shape[1] % 4))[:, : across.shape[1]]
+    return torch._scaled_mm(rows, weight.t(), down.t().contiguous().t(), across.t(), out_dtype=torch.bfloat16)
+
+
+@_narrow_blocks.register_fake
+def _(rows: Tensor, weight: Tensor, down: Tensor, across: Tensor) -> Tensor:
+    return rows.new_empty((rows.shape[0], weight.shape[0]), dtype=torch.bfloat16)
 
 
 @functools.cache
