@@ -16,7 +16,7 @@ class Mixed(nn.Module):
     def __init__(self, before: int = 3) -> None:
         super().__init__()
         self.first, self.norm = nn.Conv2d(before, 8, 3, padding=1), nn.BatchNorm2d(8)
-        self.same, self.group = nn.Conv2d(8, 8, 3, padding=1, groups=2, bias=False), nn.GroupNorm(2, 8)
+        self.same, self.group = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.GroupNorm(2, 8)
         self.wide, self.last = nn.Conv2d(8, 64, 5, stride=4), nn.Conv2d(64, 64, 3, padding=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -69,11 +69,13 @@ def test_a_model_of_pictures_equals_eager(train: bool, layout: torch.memory_form
     assert (_lays(backend) > 0) == (train or layout is torch.contiguous_format)
 
 
-def test_what_has_more_weights_than_pictures_stays() -> None:
+@pytest.mark.parametrize(("channels", "side", "groups"), [(64, 4, 1), (8, 64, 8)])
+def test_what_has_more_weights_than_pictures_or_groups_stays(channels: int, side: int, groups: int) -> None:
     torch._dynamo.reset()
-    backend, model = Backend(), nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU())
+    backend = Backend()
+    model = nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1, groups=groups), nn.ReLU())
     with torch.no_grad():
-        torch.compile(model, backend=backend)(torch.randn(1, 64, 4, 4))
+        torch.compile(model, backend=backend, dynamic=False)(torch.randn(1, channels, side, side))
     assert _lays(backend) == 0
     graph = backend.report.pieces[0].before
     assert graph is not None
