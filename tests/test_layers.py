@@ -78,26 +78,26 @@ STRICTER = {
 }
 # The most lines that a room may have: raised only in the commit that adds a named capability. `make size` prints them.
 MOST_LINES = {
-    "core": 8_821,
-    "measure": 3_052,
-    "launch": 2_140,
-    "runs": 2_173,
+    "core": 8_814,
+    "measure": 3_026,
+    "launch": 2_136,
+    "runs": 2_148,
     "data": 2_645,
     "kernels": 21_842,
-    "comm": 11_343,
+    "comm": 11_341,
     "graph": 9_860,
     "model": 11_059,
     "plan": 8_978,
     "parallel": 10_316,
-    "methods": 1_978,
-    "compress": 1_820,
-    "train": 9_078,
+    "methods": 1_969,
+    "compress": 1_814,
+    "train": 9_075,
     "serve": 9_758,
     "align": 4_286,
     "report": 6_328,
-    "bench": 9_273,
+    "bench": 9_267,
     "cli": 6_878,
-    "guide": 17_297,
+    "guide": 17_271,
 }
 SOURCE_SUFFIXES = (".py", ".c", ".cpp", ".h", ".cu", ".cuh", ".js", ".css")
 THIRD_PARTY_FREE = ("core", "comm.schedules", "model.work", "plan")
