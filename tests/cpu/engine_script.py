@@ -1,6 +1,6 @@
 """A small model trained by another engine, started by what `tilemesh plan --for` wrote: prints the loss of each step.
 
-python engine_script.py deepspeed|plain LOSSES [flags of the launch command]
+python engine_script.py deepspeed|accelerate|plain LOSSES [flags of the launch command]
 """
 
 from __future__ import annotations
@@ -48,6 +48,11 @@ def main() -> None:
         sizes = net.train_micro_batch_size_per_gpu(), net.gradient_accumulation_steps()
     else:
         sizes = args.per_device_train_batch_size, args.gradient_accumulation_steps
+        if args.engine == "accelerate":
+            from accelerate import Accelerator
+
+            theirs = Accelerator()
+            net, optimizer = theirs.prepare(net, optimizer)
     assert world * sizes[0] * sizes[1] == BATCH
     losses = []
     for step in range(STEPS):
@@ -58,6 +63,8 @@ def main() -> None:
             if args.engine == "deepspeed":
                 net.backward(loss)
                 net.step()
+            elif args.engine == "accelerate":
+                theirs.backward(loss / sizes[1])
             else:
                 (loss / sizes[1]).backward()
             total += loss.detach() / sizes[1]

@@ -1,4 +1,5 @@
-"""What is written for other engines, read by their own parsers and, of DeepSpeed, run: where they are installed."""
+"""What is written for other engines, read by their own parsers and, of DeepSpeed and accelerate, run: where they are
+installed."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ import pytest
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import ModelConfig, preset
-from tilemesh.plan.engines.engine import EngineJob
+from tilemesh.plan.engines.engine import EngineJob, OtherEngine
 from tilemesh.plan.engines.tables import ACCELERATE, DEEPSPEED, ENGINES, MEGATRON, TORCHTITAN
 from tilemesh.plan.engines.write import LAUNCH, engine_files
 
@@ -129,21 +130,23 @@ def test_accelerate(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_two_ranks_of_deepspeed_lose_what_one_process_does(tmp_path: Path) -> None:
-    if importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("deepspeed is not installed")
-    plan = ParallelPlan(dp=2, zero=2, accumulation=2, precision="fp32")
+@pytest.mark.parametrize(("engine", "zero"), [(DEEPSPEED, 2), (ACCELERATE, 0)], ids=["deepspeed", "accelerate"])
+def test_two_ranks_lose_what_one_process_does(engine: OtherEngine, zero: int, tmp_path: Path) -> None:
+    if importlib.util.find_spec(engine.name) is None:
+        pytest.skip(f"{engine.name} is not installed")
+    plan = ParallelPlan(dp=2, zero=zero, accumulation=2, precision="fp32")
     model = ModelConfig(layers=2, width=32, heads=2, vocabulary=64, context=16)
     job = EngineJob(model, plan, parse_cluster("2xcpu"), 16, "small")
-    assert not any(DEEPSPEED.why_not(job))
-    for file, text in engine_files(DEEPSPEED, job, "").items():
+    assert not any(engine.why_not(job))
+    for file, text in engine_files(engine, job, "").items():
         (tmp_path / file).write_text(text)
-    (tmp_path / "torchrun").write_text(f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "$@"\n')
-    (tmp_path / "torchrun").chmod(0o755)
+    for word, module in (("torchrun", "torch.distributed.run"), ("accelerate", "accelerate.commands.accelerate_cli")):
+        (tmp_path / word).write_text(f'#!/bin/bash\nexec {sys.executable} -m {module} "$@"\n')
+        (tmp_path / word).chmod(0o755)
     there = {"SCRIPT": str(SCRIPT), "PATH": f"{tmp_path}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     ours, theirs = tmp_path / "plain.json", tmp_path / "theirs.json"
     subprocess.run([sys.executable, SCRIPT, "plain", ours], check=True, timeout=300)
-    words = ["bash", tmp_path / LAUNCH, "deepspeed", theirs]
+    words = ["bash", tmp_path / LAUNCH, engine.name, theirs]
     subprocess.run(words, check=True, timeout=300, env=dict(os.environ) | there)
     # Sums of a few hundred float32 products in another order, four steps.
     assert json.loads(theirs.read_text()) == pytest.approx(json.loads(ours.read_text()), rel=1e-5)

@@ -200,6 +200,20 @@ def test_what_cannot_run_names_what_can(engine: str, fix: str, why: str) -> None
     assert run(*asked, "--fix", ",".join(f"{name}={value}" for name, value in changed.items())).exit_code == 0
 
 
+def test_kinds_of_nodes_alone_get_layouts_that_the_engine_runs_too() -> None:
+    asked = ("gpt2-124m", "--cluster", "8xh100+8xa100", "--batch", "16", "--fix", "microbatch=1", "--for", "deepspeed")
+    words = " ".join(run(*asked).stdout.split())
+    assert len(re.findall(r"alone trains on [^(]*\(dp \d+ x tp \d+ x pp 1, ", words)) == 2
+
+
+def test_an_engine_that_runs_nothing_there_says_why() -> None:
+    """Without ZeRO so many parameters need stages."""
+    with pytest.raises(UsageError, match=r"no pipeline stages; .*nor any other layout there"):
+        run(
+            "gpt3-175b", "--cluster", "128xh100", "--batch", "128", "--for", "deepspeed", "--fix", "zero=0,microbatch=1"
+        )
+
+
 def test_without_pins_the_best_that_runs_is_written(tmp_path: Path) -> None:
     out = tmp_path / "job"
     said = run("llama-3-8b", "--cluster", "16xh100", "--batch", "32", "--for", "accelerate", "--out", str(out)).stdout
@@ -230,10 +244,16 @@ def test_a_shell_reads_the_command_as_it_is_meant(name: str, tmp_path: Path) -> 
         (tmp_path / program).write_text(RECORDER.format(python=sys.executable))
         (tmp_path / program).chmod(0o755)
     more = {"RECORDED": str(tmp_path / "words"), "SCRIPT": "my script.py", "MEGATRON": "/m", "MODEL": "a model"}
+    more["NODE"] = "1"
     paths = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     subprocess.run(["bash", tmp_path / LAUNCH, "--extra"], check=True, env=dict(os.environ) | more | paths)
     words = json.loads((tmp_path / "words").read_text())
     assert "--extra" in words
+    if name == "vllm":  # of two nodes the second
+        assert words[words.index("--data-parallel-start-rank") + 1] == str(one.plan.dp // 2)
+        assert words[-1] == "--headless"
+    if name == "accelerate":
+        assert words[words.index("--machine_rank") + 1] == "1"
     if name in ("deepspeed", "accelerate"):
         assert "my script.py" in words
         assert str(tmp_path / engine.file) in words

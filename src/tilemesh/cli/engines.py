@@ -31,6 +31,14 @@ def engine_job(options: Any, result: SearchResult) -> EngineJob:
     )
 
 
+def runs(engine: OtherEngine, options: Any, model: ModelConfig, cluster: Cluster) -> Accepts:
+    """Whether the engine runs a layout of this model there."""
+    from tilemesh.plan.engines.engine import EngineJob
+
+    context = options.context or model.context
+    return lambda plan: not any(engine.why_not(EngineJob(model, plan, cluster, context, options.model)))
+
+
 def best_for(
     engine: OtherEngine,
     options: Any,
@@ -47,9 +55,7 @@ def best_for(
     def job(plan: ParallelPlan) -> EngineJob:
         return EngineJob(model, plan, cluster, options.context or model.context, options.model)
 
-    def accepts(plan: ParallelPlan) -> bool:
-        return not any(engine.why_not(job(plan)))
-
+    accepts = runs(engine, options, model, cluster)
     pinned = {field.name: getattr(pins, field.name) for field in dataclasses.fields(pins)}
     pinned = {name: value for name, value in pinned.items() if value is not None}
     if "sequence_parallel" in engine.defaults and pinned.get("tp") == 1:
@@ -68,7 +74,10 @@ def best_for(
     fields = {refusal.field for refusal in engine.refusals}
     free = {name: value for name, value in pinned.items() if name not in fields}
     words = "; ".join(f"{refusal.field} is {getattr(best, refusal.field)}: {refusal.why}" for refusal in refused)
-    near = search(Pins(**{**engine.defaults, **free}), accepts).best.plan
+    try:
+        near = search(Pins(**{**engine.defaults, **free}), accepts).best.plan
+    except (UsageError, NothingFitsError):
+        raise UsageError(f"{engine.name} cannot run {best.short()}: {words}; nor any other layout there") from None
     fixed = ",".join(f"{name}={_word(getattr(near, name))}" for name in dict.fromkeys(r.field for r in refused))
     raise UsageError(
         f"{engine.name} cannot run {best.short()}: {words}; the nearest that it runs: --fix {fixed} ({near.short()})"

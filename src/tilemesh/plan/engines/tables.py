@@ -465,20 +465,37 @@ def _with_fsdp(job: EngineJob, value: object) -> object:
     return value if job.plan.zero > 1 else None
 
 
+def _on_cpus(job: EngineJob) -> bool:
+    """Its launcher starts several GPUs; ranks of a CPU are torchrun's, each of which starts it for one."""
+    return job.cluster.device.kind == "cpu" and job.plan.dp > 1
+
+
+def _accelerate_type(job: EngineJob) -> str:
+    several = "MULTI_CPU" if _on_cpus(job) else "MULTI_GPU" if job.plan.dp > 1 else "NO"
+    return "FSDP" if job.plan.zero > 1 else several
+
+
+def _accelerate_command(job: EngineJob) -> str:
+    where = "--machine_rank $NODE " if len(job.cluster.nodes) > 1 else ""
+    where = "" if _on_cpus(job) else f"{where}--main_process_ip $HEAD --main_process_port $PORT "
+    return (
+        f"{'{launcher} --no-python ' if _on_cpus(job) else ''}accelerate launch --config_file {{file}} {where}"
+        '"${SCRIPT:?your training script}" '
+        f"--per_device_train_batch_size {job.plan.microbatch} --gradient_accumulation_steps {job.plan.accumulation}"
+    )
+
+
 ACCELERATE = OtherEngine(
     name="accelerate",
     version="1.15.0",
     form="yaml",
-    command=lambda job: (
-        "accelerate launch --config_file {file} --machine_rank ${SLURM_NODEID:-0} --main_process_ip $HEAD "
-        '--main_process_port $PORT "${SCRIPT:?your training script}" '
-        f"--per_device_train_batch_size {job.plan.microbatch} --gradient_accumulation_steps {job.plan.accumulation}"
-    ),
+    command=_accelerate_command,
     options=(
         Row("compute_environment", lambda job: "LOCAL_MACHINE"),
-        Row("distributed_type", lambda job: "FSDP" if job.plan.zero > 1 else "MULTI_GPU" if job.plan.dp > 1 else "NO"),
-        Row("num_machines", lambda job: len(job.cluster.nodes)),
-        Row("num_processes", lambda job: job.plan.world),
+        Row("distributed_type", _accelerate_type),
+        Row("use_cpu", lambda job: True if job.cluster.device.kind == "cpu" else None),
+        Row("num_machines", lambda job: 1 if _on_cpus(job) else len(job.cluster.nodes)),
+        Row("num_processes", lambda job: 1 if _on_cpus(job) else job.plan.world),
         Row("mixed_precision", lambda job: "no" if job.plan.precision == "fp32" else job.plan.precision),
         Row("dynamo_config.dynamo_backend", lambda job: "INDUCTOR" if job.compiled else None),
         Row("fsdp_config.fsdp_version", lambda job: _with_fsdp(job, 2)),
@@ -500,7 +517,7 @@ ACCELERATE = OtherEngine(
             "precision", lambda job: job.plan.precision in ("bf16-master", "fp64"), "it keeps float32 weights and casts"
         ),
         Cannot("zero", lambda job: job.plan.zero == 1, "fully_shard cuts weights and gradients too: ZeRO-2 or ZeRO-3"),
-        Cannot("dp", lambda job: job.cluster.device.kind == "cpu" and job.plan.dp > 1, "it starts several GPUs alone"),
+        Cannot("zero", lambda job: job.cluster.device.kind == "cpu" and job.plan.zero > 1, "its FSDP is for GPUs"),
         Cannot("tp", lambda job: job.plan.tp > 1 and job.plan.zero < 2, "its tensor parallelism goes with FSDP alone"),
         Cannot(
             "sequence_parallel", lambda job: job.plan.sequence_parallel, "the plans of transformers' models have none"
@@ -551,8 +568,8 @@ VLLM = OtherEngine(
         Note(
             lambda job: True, "--gpu-memory-utilization is left as it is: its free memory is what the plan's pages are"
         ),
-        Note(lambda job: len(job.cluster.nodes) > 1, "nodes after the first need --headless too: job.slurm adds it"),
     ),
+    last=lambda job: '$([ "$NODE" = 0 ] || echo --headless)' if len(job.cluster.nodes) > 1 else "",
 )
 
 
@@ -563,7 +580,7 @@ def _vllm_local(job: EngineJob) -> int | None:
 
 def _vllm_start(job: EngineJob) -> str | None:
     local = _vllm_local(job)
-    return None if local is None else f"$((${{SLURM_NODEID:-0}} * {local}))"
+    return None if local is None else f"$((NODE * {local}))"
 
 
 ENGINES: Mapping[str, OtherEngine] = {

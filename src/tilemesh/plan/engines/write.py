@@ -41,20 +41,22 @@ def _launch(engine: OtherEngine, job: EngineJob, comment: str) -> str:
     exports = "".join(f"export {name}={value}\n" for name, value in engine.environment(job).items())
     where = f"export HEAD=${{HEAD:-localhost}} PORT=${{PORT:-{PORT}}}\n"
     start = "on every node, with HEAD set to the first one's name" if nodes > 1 else "on the node"
+    if re.search(r"\bNODE\b", " ".join(words)):
+        where += "NODE=${NODE:-${SLURM_NODEID:-0}}\n"
+        start += " and NODE to its own number (0, 1, ...)"
     head = f"#!/bin/bash\n# Start it {start}: bash {LAUNCH}; under SLURM: sbatch {SLURM}\n{comment}"
     return f'{head}set -euo pipefail\nHERE=$(dirname "$0")\n{where}{exports}' + " \\\n    ".join(words) + "\n"
 
 
 def _slurm(engine: OtherEngine, job: EngineJob) -> str:
     nodes, each = len(job.cluster.nodes), job.cluster.node.count
-    headless = '$([ "$SLURM_NODEID" = 0 ] || echo --headless)' if engine.name == "vllm" and nodes > 1 else ""
     return (
         f"#!/bin/bash\n#SBATCH --job-name={engine.name}\n#SBATCH --nodes={nodes}\n#SBATCH --ntasks-per-node=1\n"
         + (f"#SBATCH --gpus-per-node={each}\n" if job.cluster.device.kind == "gpu" else "")
         + "#SBATCH --exclusive\n"
         'cd "$SLURM_SUBMIT_DIR"\n'
         'HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\nexport HEAD\n'
-        f"srun bash -c 'exec bash {LAUNCH} {headless}'\n".replace(" '\n", "'\n")
+        f"srun bash -c 'exec bash {LAUNCH}'\n"
     )
 
 

@@ -65,9 +65,9 @@ class TrainPlanOptions(ModelOnCluster):
     )
     price: Money | None = option(None, "A GPU's price per hour.", "N")
     budget: Money | None = option(None, "What may be spent: how many tokens it trains on; with --price.", "N")
-    engine: Annotated[str, Known("engine", "tilemesh.plan.engines.tables:TRAINING")] | None = option(
+    engine: Annotated[str, Known("engine", "tilemesh.plan.engines.tables:TRAINING", "vllm")] | None = option(
         None,
-        "The best plan that it runs, in its terms: torchtitan, megatron, deepspeed, accelerate.",
+        "The best plan that it runs, in its terms: torchtitan, megatron, deepspeed, accelerate, vllm.",
         "NAME",
         flag="--for",
     )
@@ -97,6 +97,8 @@ def train(options: TrainPlanOptions) -> Output:
         about = ("gpu", "fix", "price", "budget", "out", "json", "html", "code", "headroom", "engine", "imbalance")
         refuse(options, why_not, *about)
         return Output(_model_items(options, name, model))
+    if options.engine == "vllm":
+        raise UsageError("--for vllm is of serving: leave the word train out")
     if options.budget is not None and options.price is None:
         raise UsageError("--budget says what may be spent: give what a GPU costs per hour too, such as --price 2.5")
     if options.out is not None and options.engine is None:
@@ -177,15 +179,19 @@ def _search(options: TrainPlanOptions, model: ModelConfig, cluster: str) -> tupl
 
 def _kinds_apart(options: TrainPlanOptions, result: SearchResult) -> list[str]:
     """Of a cluster with several kinds of nodes: what the nodes of each kind do alone."""
+    from tilemesh.cli.engines import runs
     from tilemesh.core.units import format_count
     from tilemesh.plan.choose import NothingFitsError, search
+    from tilemesh.plan.engines.tables import ENGINES
 
     alone = []
     for part in result.cluster.parts:
+        engine = None if options.engine is None else ENGINES[options.engine]
         try:
             best = search(
                 result.model, part, batch=result.batch, context=result.context, pins=result.pins, code=result.code,
                 headroom=result.headroom, shown=1, imbalance=result.imbalance,
+                accepts=None if engine is None else runs(engine, options, result.model, part),
             ).best  # fmt: skip
             alone.append(
                 f"{part.name} alone trains on {format_count(best.tokens_per_s)} tokens/s ({best.plan.short()})"
