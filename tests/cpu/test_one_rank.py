@@ -93,6 +93,27 @@ def test_rows_say_what_was_computed_and_what_was_not_sent(monkeypatch: pytest.Mo
     assert list(tmp_path.iterdir()) == []  # no run, no checkpoint
 
 
+def test_of_a_cpu_a_rank_alone_is_predicted_without_turns_and_the_others_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Four ranks on two cores take turns; one of them alone does not, and passes no messages."""
+    from tilemesh.core.calibration import Calibration, Rates
+    from tilemesh.measure.machine import this_machine
+    from tilemesh.plan.local import local_cpu
+
+    rates = Rates({"fp32": 1e11}, copy_bytes_per_s=1e10)
+    known = Calibration("id", "a CPU, 2 cores, 8 GiB", "today", one_core=rates, all_cores=rates)
+    machine = dataclasses.replace(this_machine(), cores=2)
+    monkeypatch.setattr(one_rank, "this_machine", lambda: machine)
+    monkeypatch.setattr(
+        one_rank, "local_machine", lambda text, there: local_cpu(known, int(text[0]), there.cores, 1 << 33)
+    )
+    job = rank_of_many(config("dp=4"), "4xlocal-cpu")
+    assert 1.5 < job.predicted.times.compute_s / job.alone.times.compute_s <= 2  # a call of the optimizer is no longer
+    assert job.compute_s + job.beside_s < job.predicted.step_time_s
+    assert job.memory_bytes < job.predicted.memory.seen_bytes("cpu")
+
+
 def test_a_rank_draws_its_own_part_of_the_weights_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A whole parameter of every name, drawn on the host, took a minute for 8 B; steps are as many as one asks for."""
     on_local(monkeypatch, 4)

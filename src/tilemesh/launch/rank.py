@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import math
 import os
 import runpy
 import signal
@@ -22,7 +23,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from tilemesh.core.context import JOB_VARIABLE, Membership, membership
-from tilemesh.core.cores import cores_for, threads_for, visible_cores
+from tilemesh.core.cores import cgroup_quota, cores_for, threads_for, visible_cores
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.exhausted import out_of_memory
 from tilemesh.launch.board import DONE, FAILED, INTERRUPTED, my_status
@@ -56,7 +57,8 @@ def run_command(command: Sequence[str], member: Membership) -> NoReturn:
     """Run the command as this rank and end the process with its outcome: this does not return."""
     # Inside somebody else's mpiexec or srun the thread count is ours to set, unless the user did; a rank that was bound
     # to some cores uses those. OpenMP reads it when torch is first imported, which is still to come.
-    threads = min(len(visible_cores()), threads_for(member.local_size, os.cpu_count() or 1))
+    granted = min(cgroup_quota() or math.inf, os.cpu_count() or 1)  # not the mask: that may be this rank's alone
+    threads = min(len(visible_cores()), threads_for(member.local_size, max(1, round(granted))))
     set_threads(os.environ, threads)
     status = my_status()
     if not is_python(command):

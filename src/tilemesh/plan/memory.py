@@ -125,7 +125,8 @@ def reserved_bytes(device: Device, ranks: int, compiler: bool, stages: int = 1) 
     known, (beside, between, _) = constants.RESERVED_BYTES, constants.BESIDE[device.heap]
     if device.kind != "cpu":
         return known[device.kind]
-    return known["cpu"] + beside * (ranks > 1) + between * (stages > 1) + known["compiler"] * compiler
+    others = (beside + between * (stages > 1)) * (ranks > 1)
+    return known[device.heap or "cpu"] + others + known["compiler"] * compiler
 
 
 def kv_cache_bytes(model: ModelConfig, context: int, element_bytes: int = 2) -> int:

@@ -7,10 +7,11 @@ nothing is sent, and the exchanges' predicted time is added. Values mean nothing
 from __future__ import annotations
 
 import gc
+import os
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,10 +19,12 @@ import torch
 
 from tilemesh.comm.runtime.mirror import mirror
 from tilemesh.core.calibration import Rates
+from tilemesh.core.cores import threads_for
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import Cluster, device_for, parse_cluster
 from tilemesh.core.ranges import Range
 from tilemesh.core.step.program import settled
+from tilemesh.launch.rank import THREAD_VARIABLES
 from tilemesh.measure.machine import stamp, this_machine, usable_gpus
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import Sample
@@ -52,6 +55,9 @@ class RankOfMany:
     cluster: Cluster
     rank: int
     predicted: Prediction
+    """Of the job, all ranks at work."""
+    alone: Prediction
+    """Of a rank that has its cores, and a CPU's memory, for itself; on a GPU the same."""
     memory_bytes: int
     """Predicted of this rank's stage, as far as a run can see it."""
     host_s: float = 0.0
@@ -59,13 +65,17 @@ class RankOfMany:
 
     @property
     def compute_s(self) -> float:
-        """Of the predicted step, what is neither exchange nor waiting for other stages; no less than launching it."""
-        times = self.predicted.times
-        return max(self.predicted.step_time_s - times.exposed_s - times.bubble_s - times.host_s, self.host_s)
+        return self._computing(self.alone)
 
     @property
     def beside_s(self) -> float:
-        return self.predicted.step_time_s - self.compute_s
+        """Exchanges, and waiting for other stages."""
+        return self.predicted.step_time_s - self._computing(self.predicted)
+
+    def _computing(self, predicted: Prediction) -> float:
+        """Of a predicted step, what is neither exchange nor waiting for other stages; no less than launching it."""
+        times = predicted.times
+        return max(predicted.step_time_s - times.exposed_s - times.bubble_s - times.host_s, self.host_s)
 
 
 def rank_of_many(config: TrainConfig, cluster: str) -> RankOfMany:
@@ -81,10 +91,22 @@ def rank_of_many(config: TrainConfig, cluster: str) -> RankOfMany:
     model = estimator(config, machines, rates)
     plan = settled(plan, config.model.layers)
     predicted = model.predict(plan)
+    alone = model
+    if machines.device.kind == "cpu":
+        alone = estimator(config, *_without_others(machines.world), beside=1 - machines.world)
     stage = model.busiest_stage(plan)
-    memory = model.room.stages(plan, predicted.chunk_layers, (stage,))[0]
+    memory = alone.room.stages(plan, predicted.chunk_layers, (stage,))[0]
     rank = stage * (plan.world // plan.pp)
-    return RankOfMany(config, machines, rank, predicted, memory.seen_bytes(machines.device.kind), model.host_s(plan))
+    seen_bytes = memory.seen_bytes(machines.device.kind)
+    return RankOfMany(config, machines, rank, predicted, alone.predict(plan), seen_bytes, model.host_s(plan))
+
+
+def _without_others(ranks: int) -> tuple[Cluster, Rates | None]:
+    """So many ranks of a CPU, of which one alone computes, on the cores that it would have among them."""
+    machine = this_machine()
+    known = local_machine("1xlocal-cpu", replace(machine, cores=threads_for(ranks, machine.cores)))
+    (node,) = known.cluster.nodes
+    return Cluster((replace(node, count=ranks),)), known.rates
 
 
 def _cluster(text: str, device: str) -> tuple[Cluster, Rates | None]:
@@ -115,6 +137,8 @@ def run_one_rank(job: RankOfMany, say: Callable[[str], None] = lambda text: None
     if device.type == "cuda":
         gc.collect()
         torch.cuda.reset_peak_memory_stats(device)
+    if device.type == "cpu" and THREAD_VARIABLES[0] not in os.environ:
+        torch.set_num_threads(threads_for(job.config.plan.world, this_machine().cores))
     baseline = 0 if device.type == "cuda" else peak_bytes(device)
     lessons, layers = Lessons(job.config), job.config.model.layers
     lessons.open()
@@ -160,7 +184,7 @@ def _rows(job: RankOfMany, computing: Sample, peak: int) -> list[Row]:
     figures = (
         ("computing of one rank", "s", job.compute_s, computing, limit_s, why),
         ("exchanges and waiting", "s", added, None, None, {**no_limit, "measured": _NOT_SENT}),
-        ("step: computing + predicted exchanges", "s", job.predicted.step_time_s, step, limit_s, why),
+        ("step: computing + predicted exchanges", "s", job.compute_s + added, step, limit_s, why),
         ("peak memory per rank", "B", job.memory_bytes, Sample.of([float(peak)]), None, no_limit),
     )
     return [

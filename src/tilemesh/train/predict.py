@@ -99,14 +99,23 @@ def best_layout(config: TrainConfig, gpus: Sequence[str]) -> tuple[ParallelPlan,
     return best, then_s, now_s
 
 
-def estimator(config: TrainConfig, cluster: Cluster, rates: Rates | None) -> Estimator:
-    """The cost model of what a run is configured to compute. `rates`: what was measured of a device of the cluster."""
+def estimator(config: TrainConfig, cluster: Cluster, rates: Rates | None, beside: int = 0) -> Estimator:
+    """The cost model of what a run is configured to compute. `rates`: what was measured of a device of the cluster;
+    `beside`: as `Room`'s."""
     code: Code = "compiled" if config.train.compile else "eager"
     # On a CPU tilemesh's loss is torch's, from logits of all tokens.
     is_chunked = cluster.device.kind == "gpu" and config.kernels_on("cuda").loss != TORCH
     uneven = _imbalance(config)
     return Estimator(
-        config.model, cluster, config.context, rates, code, may_replay(config), is_chunked, imbalance=uneven
+        config.model,
+        cluster,
+        config.context,
+        rates,
+        code,
+        may_replay(config),
+        is_chunked,
+        imbalance=uneven,
+        beside=beside,
     )
 
 

@@ -143,8 +143,10 @@ def _preview(options: TrainOptions, config: TrainConfig, member: Membership | No
 
 def _one_rank(options: TrainOptions, config: TrainConfig) -> Output:
     """What one rank computes and holds, the others being copies of it."""
+    from tilemesh.core.heap import keep_freed_memory
     from tilemesh.train.one_rank import STEPS, rank_of_many, run_one_rank
 
+    keep_freed_memory()  # as ranks do
     if options.resume is not None or options.init is not None:
         raise UsageError("--one-rank-of begins with weights of its own and keeps none: leave --resume and --init out")
     job = rank_of_many(config, str(options.one_rank_of))
