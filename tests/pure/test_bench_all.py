@@ -54,6 +54,12 @@ def jobs(tmp_path, monkeypatch):
     return make
 
 
+def test_ranks_of_a_job_that_is_kept_to_two_cores_share_these(monkeypatch, tmp_path):
+    """A number of threads in the environment is each rank's: two of two ranks were four on two cores."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert "OMP_NUM_THREADS" not in bench_all._environment(JOBS["layouts"], tmp_path, is_new=True)
+
+
 def test_rows_of_what_ran_are_kept_and_the_next_call_goes_on_where_it_was_cut(jobs, tmp_path):
     jobs(
         BenchJob("first", 0.1, ("one 0 0", "slow 60 0", "three 0 0")),

@@ -231,7 +231,8 @@ def _environment(job: BenchJob, caches: Path, is_new: bool) -> dict[str, str]:
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "COLUMNS": "120"}
     if job.compiles:
         environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # as many processes as there are cores compile
-    environment |= {} if job.cores is None else {"OMP_NUM_THREADS": str(job.cores)}
+    if job.cores is not None:  # as many threads as those cores; of ranks, the launcher shares them out
+        environment.pop("OMP_NUM_THREADS", None)
     if job.caches != "kept":
         known = calibration.default_folder()
         if is_new:
