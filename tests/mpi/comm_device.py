@@ -30,7 +30,10 @@ def cases_right() -> int:
         "all_reduce in place": lambda comm, x: comm.all_reduce(x, out=x),
         "reduce": lambda comm, x: comm.reduce(x, root=n - 1),
         "reduce_scatter": lambda comm, x: comm.reduce_scatter(x),
+        "reduce_scatter into": lambda comm, x: comm.reduce_scatter(x, out=torch.zeros_like(x[: len(x) // n])),
         "all_gather": lambda comm, x: comm.all_gather(x, axis=1),
+        "all_gather into": lambda comm, x: comm.all_gather(x, out=x.new_zeros(n * len(x), 3)),
+        "all_gather over what is sent": lambda comm, x: comm.all_gather((y := x.repeat(n, 1))[:5], out=y),
         "all_to_all": lambda comm, x: comm.all_to_all(x),
         "broadcast": lambda comm, x: comm.broadcast(x, root=n - 1),
         "gather": lambda comm, x: comm.gather(x, root=0, axis=1),
@@ -44,7 +47,7 @@ def cases_right() -> int:
         x = ((torch.arange(15).reshape(5, 3) + me) % 4).to(dtype)
         # gloo itself wants equal parts, as nccl does not: 6 rows are cut evenly over 2 and 3 ranks
         even = ((torch.arange(18).reshape(6, 3) + me) % 4).to(dtype)
-        cut = ("all_to_all", "reduce_scatter")
+        cut = ("all_to_all", "reduce_scatter", "reduce_scatter into")
         return {name: call(comm, (even if name in cut else x).clone()) for name, call in calls.items()}
 
     def averages(comm):  # type: ignore[no-untyped-def]

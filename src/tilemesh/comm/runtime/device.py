@@ -60,7 +60,9 @@ class DeviceCollectives:
         if source.ndim and x is not None:
             source = source.movedim(call.axis, 0)
         source = source.contiguous().reshape(-1)
-        result = torch.empty(call.length if has_result else 0, dtype=dtype, device=device)
+        straight = has_result and _may_arrive_in(call, source)
+        length = call.length if has_result else 0
+        result = call.out.view(-1) if straight else torch.empty(length, dtype=dtype, device=device)
         is_logic = dtype == torch.bool
         if is_logic:
             source, result = source.view(torch.uint8), result.view(torch.uint8)
@@ -74,6 +76,8 @@ class DeviceCollectives:
                 yield TorchWork(work)
 
         def finish() -> Any:
+            if straight:
+                return call.out
             typed = result.view(dtype) if is_logic else result
             return _shaped(call, typed, self.group.size(), has_result, dtype)
 
@@ -105,6 +109,13 @@ class DeviceCollectives:
             if is_root:
                 result.copy_(source)
             return dist.broadcast(result, group_src=call.root, **options)
+        is_even = len({*call.sizes}) == 1  # lists of parts are copied once more
+        if call.collective == "reduce_scatter" and is_even:
+            with_op = dist.ReduceScatterOptions()
+            with_op.reduceOp = op
+            return self.group._reduce_scatter_base(result, source, with_op)
+        if call.collective == "all_gather" and is_even:
+            return self.group._allgather_base(result, source)
         if call.collective == "reduce_scatter":
             return dist.reduce_scatter(result, list(source.split(call.sizes)), op, **options)
         if call.collective == "all_gather":
@@ -120,6 +131,14 @@ class DeviceCollectives:
     def _only(self, root: int, array: Any) -> list[int]:
         """An array that goes to the root or comes from it, as parts by rank."""
         return [array.numel() if rank == root else 0 for rank in range(self.group.size())]
+
+
+def _may_arrive_in(call: Call, source: Any) -> bool:
+    """Whether what arrives can be written where it is wanted: as it lies there, and not over what is sent."""
+    out = call.out
+    if out is None or call.axis or call.op == "avg" or out.dtype == torch.bool or not out.is_contiguous():
+        return False
+    return bool(out.untyped_storage().data_ptr() != source.untyped_storage().data_ptr())
 
 
 def _shaped(call: Call, result: Any, ranks: int, has_result: bool, dtype: Any) -> Any:
