@@ -215,10 +215,10 @@ stores; of one sequence, and of several. MEASURED on an H200 for 1.1 B and 8 B L
 tokens takes 0.778 and 3.938 ms, which is 0.9 and 0.6 us for each kernel counted here beside the bytes at a copy's rate,
 weights being read before the kernel ahead has ended; chains of the kernels for 64 sequences come to 1.5 to 1.8 us."""
 
-EXCHANGE_HOST_S = 0.18e-3
-"""What Python takes to call the other ranks once, as an operator of a compiled layer, beside what that launches.
-MEASURED on a Xeon of 2.5 GHz, processor time with an observer and nothing sent: a sum 0.16 ms, a gather 0.18, a sum of
-which each rank gets its part 0.21. Not yet read on the host of a GPU."""
+EXCHANGE_HOST_S = 0.45e-3
+"""What Python takes to call the other ranks once, as an operator of a compiled layer, with what that launches. MEASURED
+on the host of an H200, one rank alone of dp 2 x tp 8 x pp 4; with it dp 8 x tp 8 is predicted 12 % too short and dp 4 x
+cp 2 x tp 8, whose ring leaves the graph, 27 %."""
 
 SERVE_HOST_S: Mapping[str, tuple[float, float]] = {
     # MEASURED on a Neoverse-N1 core, a model of two layers, 1, 16 and 64 sequences: 0.5, 2.3 and 7.5 ms per step.

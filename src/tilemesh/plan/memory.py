@@ -255,7 +255,7 @@ class Room:
         at most the room of what has left by then: where weights and optimizer states have, weights alone are sure to be
         there at some moment.
         """
-        if plan.world == 1:  # gradients come as activations go
+        if self._begins_empty(plan):  # gradients come as activations go
             return self.fullest(plan, counts).total_bytes
         sure = self._sure_bytes(plan)
         if not plan.offload and not self.model.dense_layers:  # at a glance: some rank has so many layers, with states
@@ -484,10 +484,15 @@ class Room:
             pace.copies_of_weights(plan.schedule, rank, plan.pp, plan.accumulation) if plan.pp > 1 else 1,
         )
 
+    def _begins_empty(self, plan: ParallelPlan) -> bool:
+        """Whether a step begins without gradients: one of torch's with one microbatch, where no shards of them stay."""
+        is_one = plan.accumulation == plan.pp == 1 and (plan.zero < 2 or plan.world == 1)
+        return is_one and self._device.kind == "gpu" and self.code(plan) != "fused"
+
     def _later_bytes(self, plan: ParallelPlan, rank: _RankNeeds) -> int:
-        """Gradients that are not there when the loss is: alone and with one microbatch, a step of torch's begins
-        without any. They come as activations go, so what the end of the backward pass holds is a bound."""
-        if plan.world > 1 or plan.accumulation > 1 or self._device.kind != "gpu" or self.code(plan) == "fused":
+        """Gradients that are not there when the loss is. They come as activations go, so what the end of the backward
+        pass holds is a bound."""
+        if not self._begins_empty(plan):
             return 0
         return min(rank_state_bytes(plan, rank.parameters)[1], rank.activations + rank.logits)
 
