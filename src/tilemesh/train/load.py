@@ -288,6 +288,11 @@ def _named(name: str | None, sets: Sequence[str], init: str | Path | None) -> _S
         below = "bytes" if "data.tokenizer" not in set_keys | file_keys else None
         config = core_config.load(TrainConfig, file=chosen, preset=below, presets={"bytes": _BYTES}, sets=sets)
     else:
+        if chosen not in PRESETS and Path(chosen).is_dir():
+            raise UsageError(
+                f"{chosen} is a folder: --init {chosen} begins with its weights; its sizes alone are trained by `tilemesh "
+                f"plan {chosen} --cluster 4xlocal --out plan.toml`, then --plan plan.toml"
+            )
         config = core_config.load(TrainConfig, preset=chosen, presets=PRESETS, sets=sets)
     check_init(init)
     config = config.with_base(init)
