@@ -255,10 +255,10 @@ def test_gradients_that_come_after_the_fullest_moment() -> None:
     ],
 )
 def test_memory_of_one_rank_of_64_is_what_an_h200_allocated(
-    model: str, mesh: dict[str, int], more: dict[str, int], measured_gib: float
+    model: str, mesh: dict[str, Any], more: dict[str, Any], measured_gib: float
 ) -> None:
     """benchmarks/results/one_rank_five_h200.jsonl; the last two were first predicted without their formula."""
-    plan = ParallelPlan(**{"zero": 1, "sequence_parallel": "tp" in mesh, "precision": "bf16", **mesh})  # type: ignore[arg-type]
+    plan = ParallelPlan(**{"zero": 1, "sequence_parallel": "tp" in mesh, "precision": "bf16", **mesh})
     chosen = dataclasses.replace(preset(model), **more)
     room = Estimator(chosen, parse_cluster("8x8xh200"), 8192, code="compiled", chunked_loss=True, imbalance=1.0).room
     seen = room.fullest(plan, (chosen.layers,)).seen_bytes("gpu")

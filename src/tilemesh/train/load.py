@@ -290,8 +290,8 @@ def _named(name: str | None, sets: Sequence[str], init: str | Path | None) -> _S
     else:
         if chosen not in PRESETS and Path(chosen).is_dir():
             raise UsageError(
-                f"{chosen} is a folder: --init {chosen} begins with its weights; its sizes alone are trained by `tilemesh "
-                f"plan {chosen} --cluster 4xlocal --out plan.toml`, then --plan plan.toml"
+                f"{chosen} is a folder: --init {chosen} begins with its weights; its sizes alone are trained by "
+                f"`tilemesh plan {chosen} --cluster 4xlocal --out plan.toml`, then --plan plan.toml"
             )
         config = core_config.load(TrainConfig, preset=chosen, presets=PRESETS, sets=sets)
     check_init(init)
