@@ -92,6 +92,19 @@ def test_blocks_of_an_axis() -> None:
     assert found[4] == ([4, 5], [0, 1, 4, 5])
 
 
+def test_groups_of_one_name_are_as_many_as_what_they_join() -> None:
+    """Experts over two ranks of dp, and then over two of tp, on a mesh that is kept: as `tilemesh verify` asks for."""
+
+    def main(comm: Communicator) -> list[list[int]]:
+        mesh = Mesh(comm, dp=2, tp=2)
+        groups = [mesh.among(((axis, 2),), "ep") for axis in ("dp", "tp", "dp")]
+        assert groups[0] is groups[2]
+        assert [mesh.axes_of(group.label) for group in groups] == ["ep"] * 3
+        return [group.all_gather(np.array([comm.rank])).tolist() for group in groups[:2]]
+
+    assert run_threads(4, main)[1] == [[1, 3], [0, 1]]
+
+
 @pytest.mark.parametrize("sizes", [{"dp": 2, "tp": 2}, {"pp": 2, "dp": 2, "tp": 2}, {"dp": 2, "cp": 2, "tp": 2}])
 def test_ranks_that_take_the_same_part_of_the_batch(sizes: dict[str, int]) -> None:
     """One rank of each part is its first, whatever axes there are beside those that share the batch."""

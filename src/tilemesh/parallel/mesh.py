@@ -49,7 +49,7 @@ class Mesh:
                 f"a mesh of {self} needs {ranks_of(self.shape)} ranks and there are {comm.size}: "
                 "start as many, or change the sizes"
             )
-        self._groups: dict[Blocks, Communicator] = {}
+        self._groups: dict[tuple[str, Blocks], Communicator] = {}
         self._alone = connect("alone")
         self._across: dict[tuple[str, int], Communicator] = {}
         self.axes: dict[str, Axis] = {}
@@ -154,7 +154,7 @@ class Mesh:
         """
         if not (blocks := tuple((axis, count) for axis, count in blocks if count > 1)):
             return self._alone
-        if (key := ((name, ranks_of(blocks)),) if name else blocks) not in self._groups:
+        if (key := (name, blocks)) not in self._groups:
             # A group of its own even where it is all ranks: calls along axes then never mix with those on `comm`.
             # A part of one axis is split from that axis, so that whoever observes an axis sees its parts too.
             axis = self.axes.get(strided(blocks[0][0])[0]) if len(blocks) == 1 and not name else None
@@ -184,8 +184,8 @@ class Mesh:
         return self._across[axis, block]
 
     @property
-    def groups(self) -> Mapping[Blocks, Communicator]:
-        """The communicators made so far, by what of which axes they join (`among`); `comm` is none of them."""
+    def groups(self) -> Mapping[tuple[str, Blocks], Communicator]:
+        """The communicators made so far, by name and what of which axes they join (`among`); `comm` is none of them."""
         return self._groups
 
     def axes_of(self, label: str) -> str:
@@ -193,7 +193,10 @@ class Mesh:
 
         Those of the nearest group of this mesh that it is or was split from; empty where there is none.
         """
-        named = {group.label: "+".join(name for name, _ in reversed(blocks)) for blocks, group in self._groups.items()}
+        named = {
+            group.label: own_name or "+".join(name for name, _ in reversed(blocks))
+            for (own_name, blocks), group in self._groups.items()
+        }
         while label not in named and "/" in label:
             label = label.rpartition("/")[0]
         return named.get(label, "")
