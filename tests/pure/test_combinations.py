@@ -33,7 +33,7 @@ BEYOND_PAIRS = (
         for waits in ("evaluate.patience=2", "checkpoint.keep_best=true")
         for missing in ("evaluate.every", "evaluate.sequences", "data.held_out")
     ),
-    "plan.tp=2,compress.recipe=unstructured-50",
+    "plan.tp=2,compress.recipe=unstructured-50", "plan.tp=2,plan.precision=fp8,model.kv_heads=1",
     "plan.dp=2,train.method=server,train.device=cuda", "train.method=local", "method.compress=int8",
     "plan.dp=2,method.compress=int8,model.experts=4,model.router_bias=true,model.router_scores=sigmoid,model.kv_heads=4,"
     "model.latent_width=8,model.rotary_fraction=0.5,model.mlp_width=64,model.shared_width=64",

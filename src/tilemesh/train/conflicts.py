@@ -87,6 +87,11 @@ def _prunes_anywhere(config: TrainConfig) -> bool:
     return recipe is not None and recipe.prune.structure == "unstructured"
 
 
+def _heads_apart(config: TrainConfig) -> int:
+    """Over how many ranks keys and values can be cut so that no two share any; latents are shared by all."""
+    return 1 if config.model.latent_width else config.model.kv_heads
+
+
 def _tensors(config: TrainConfig) -> int:
     """How many weights and biases are trained."""
     if config.lora.rank:
@@ -254,6 +259,13 @@ OF_CONFIG: tuple[Row, ...] = (
     _pair(_RECIPE, _LORA, _MERGED),
     _pair(_RECIPE, _FP8, "what a recipe rounds or masks would be rounded once more, to the 8 bits that are multiplied"),
     _pair(_EXPERTS, _FP8, "experts are multiplied together, which is predicted in 8 bits and not run"),
+    row(
+        "plan.precision plan.tp model.kv_heads",
+        lambda config: _FP8.is_on(config) and config.plan.tp > _heads_apart(config),
+        "ranks that share keys and values would each round their own part of a gradient to 8 bits, and one process "
+        "rounds the sum",
+        lambda config: f"plan.tp={math.gcd(config.plan.tp, _heads_apart(config))}{OR}{_FP8.off}",
+    ),
     row(
         "compress.recipe plan.tp",
         lambda config: _TP.is_on(config) and _prunes_anywhere(config),

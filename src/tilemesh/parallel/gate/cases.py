@@ -398,8 +398,24 @@ def cases(ranks: int, models: Sequence[str] = (), precision: str = "fp64") -> li
     if precision != "fp64":
         return in_precision(every, precision)
     # Not in others: a sum's rounding now and then makes a weight another code.
-    small = [pair for n in counts for pair in compressed(n)]
-    return every + [Case(names[place % len(names)], *pair) for place, pair in enumerate(small if names else ())]
+    small = enumerate(pair for n in counts for pair in compressed(n))
+    return every + [Case(name, *pair) for at, pair in small for name in _next_that_takes(*pair, names, at)[:1]]
+
+
+def _next_that_takes(layout: ParallelPlan, below: str, names: Sequence[str], at: int) -> list[str]:
+    """The models in turn from this place on, without those whose matrices cannot be cut so.
+
+    In 8 bits ranks of tp would each cast their own part of the gradient of keys, values or latents that several hold
+    (`train/conflicts.py` refuses it); groups of 4 along latents and shared experts do not divide by more than 2.
+    """
+
+    def takes(config: ModelConfig) -> bool:
+        shares = bool(config.latent_width) or config.kv_heads < layout.tp
+        return not (layout.tp > 1 and shares and "fp8" in below) and not (layout.tp > 2 and config.latent_width)
+
+    return [
+        name for name in (*names[at % max(1, len(names)) :], *names[: at % max(1, len(names))]) if takes(MODELS[name])
+    ]
 
 
 def in_precision(cases: Sequence[Case], precision: str) -> list[Case]:
