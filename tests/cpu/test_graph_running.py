@@ -42,6 +42,17 @@ def _values(graph: Graph) -> list[torch.Tensor]:
     return [torch.randn([int(str(size)) for size in node.shape], dtype=torch.float64) / 4 for node in graph.inputs]
 
 
+def test_tied_weights_are_an_input_under_each_name() -> None:
+    """An embedding whose table is the head, too; it runs, and the placed graph names what it takes."""
+    table = nn.Embedding(12, 6)
+    head = nn.Linear(6, 12, bias=False)
+    head.weight = table.weight
+    tokens = torch.tensor([[1, 5, 11]])
+    traced = tm.graph.trace(nn.Sequential(table, head), [tokens])
+    assert [node["name"] for node in traced.graph.inputs] == ["0.weight", "1.weight", "input0"]
+    torch.testing.assert_close(traced.run(tokens)[0], head(table(tokens)))
+
+
 def test_the_peak_is_as_predicted() -> None:
     """Operator by operator, with values dropped after their last use: what a program makes is what liveness says."""
     graph = _step(4, width=32)

@@ -85,7 +85,8 @@ def trace(model: Callable[..., Any], inputs: Sequence[Tensor]) -> Traced:
     whole = _Whole(model)
     weights = {
         name.removeprefix("model."): value.detach()
-        for name, value in (*whole.named_parameters(), *whole.named_buffers())
+        for state in (whole.named_parameters, whole.named_buffers)
+        for name, value in state(remove_duplicate=False)  # a tied one is an input under each of its names
     }
     try:
         with torch.no_grad(), quiet():
