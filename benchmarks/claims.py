@@ -184,7 +184,9 @@ SHARDED = [
     if "fully_shard over gloo" in line.body["peers"]
 ]
 OPENVINO = [line for line in lines_of("serve_xeon_2c.jsonl") if "openvino-genai" in (line.body.get("peers") or {})]
-OPENVINO_IN_32, OPENVINO_IN_16 = ([line for line in OPENVINO if line.body["case"]["dtype"] == dtype] for dtype in ("fp32", "bf16"))
+OPENVINO_IN_32, OPENVINO_IN_16 = (
+    [line for line in OPENVINO if line.body["case"]["dtype"] == dtype] for dtype in ("fp32", "bf16")
+)
 CUDNN = kernel("attention", passes="both", mask="causal")
 PUBLISHED = [line for line in TRAINED if COMPILE in line.body["peers"]]
 

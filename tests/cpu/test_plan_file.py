@@ -114,8 +114,9 @@ def test_a_benchmark_takes_the_load_of_a_plan(files: Path) -> None:
         (["bench", "serve", "tiny", "--plan", "cache.toml"], "cache.toml: serve.kv_cache: this command does not set"),
         (["align", "tiny", "--task", "sort", "--plan", "align.toml", "--mesh", "dp=2"], "--mesh and --plan both say"),
         (["plan", "tiny", "--cluster", "2xcpu", "--save", "x"], "--save is called --out: tilemesh plan"),
-        (["plan", "align", "tiny", "--align", WORK, "--cluster", "2xcpu", "--placement", "asynchronous", "--out", "x"],
-         "`tilemesh align` does not run asynchronous: answers are drawn at most one batch ahead; add --runnable"),
+        (["plan", "align", "tiny", "--align", f"{WORK[:-4]}ppo,reward=model", "--cluster", "2xcpu",
+          "--placement", "split", "--out", "x"],
+         "`tilemesh align` does not run split: models beside the engine lie on the ranks that train; add --runnable"),
         (["plan", "tiny", "--cluster", "2xcpu", "--out", "plans"], "--out plans cannot be written: it is a folder"),
     ],
 )  # fmt: skip
