@@ -192,7 +192,7 @@ def test_choosers_race_in_a_table_and_on_a_page(file: Path, tmp_path: Path, caps
         (["--mesh", "tp=2", "--choose", "greedy", "--memory", "1B"], "greedy found no placement within"),
         (["--mesh", "tp=2", "--choose", "greedy", "--pin", "input0=tp:P"], "none of its choices is as it is pinned"),
         (["--mesh", "tp"], "expected axes and their sizes, such as tp=2"),
-        (["--mesh", "tp=2,tp=2"], "expected axes and their sizes"),
+        (["--mesh", "tp=2,tp=2"], "tp is there twice"),
         (["--mesh", "tp=2", "--pin", "input0"], "expected NAME=AXIS:PLACEMENT, such as inner.weight=tp:S0"),
         (["--mesh", "tp=2", "--pin", "imput0=tp:S0"], "did you mean 'input0'"),
         (["--mesh", "tp=2", "--pin", "input0=tp:S2"], "has no dim 2 to cut over tp"),

@@ -140,6 +140,8 @@ def test_a_run_of_one_rank_from_python(tmp_path: Path) -> None:
         (["optimizer.name=muon"], {}, "makes whole matrices of layers orthogonal"),
         (["module.choose=fastest"], {}, "fastest"),
         (["module.pins=[\"x\"]"], {}, "expected NAME=AXIS:PLACEMENT"),
+        (["module.pins=[\"x=dp:Q0\"]"], {}, "a placement of 'dp:Q0'"),
+        (["module.pins=[\"x=cp:S0\"]"], {}, "unknown axis 'cp'"),
         ([], {"mesh": "cp=2"}, "cp is none of these"),
         ([], {"init": "somewhere"}, "is of Transformers"),
         ([], {"ranks": 3, "mesh": "dp=2"}, "make them agree"),

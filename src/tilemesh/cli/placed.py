@@ -25,8 +25,10 @@ def read_axes(text: str) -> Axes:
     axes: dict[str, int] = {}
     for word in text.split(","):
         fits = re.fullmatch(r"([a-z]\w{0,15})=([1-9]\d{0,3})", word.strip())
-        if not fits or fits[1] in axes:
+        if not fits:
             raise UsageError(f"--mesh is {text}: expected axes and their sizes, such as tp=2 or dp=2,tp=4")
+        if fits[1] in axes:
+            raise UsageError(f"--mesh is {text}: {fits[1]} is there twice: say each axis once, such as dp=2,tp=4")
         axes[fits[1]] = int(fits[2])
     return tuple(axes.items())
 

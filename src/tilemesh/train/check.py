@@ -25,6 +25,7 @@ from tilemesh.core.errors import Argument, RunError, UsageError, unknown
 from tilemesh.core.files import check_finished
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.ranges import shown
+from tilemesh.core.tensor_placement import parse
 from tilemesh.data.config import (
     SHARD_SUFFIX,
     STDLIB,
@@ -123,8 +124,12 @@ def _check_module(config: TrainConfig) -> None:
     if config.module.choose is not None and config.module.choose not in PLACERS:
         raise unknown("chooser", config.module.choose, PLACERS)
     for pin in config.module.pins:
-        if "=" not in pin:
+        _, sign, placement = pin.rpartition("=")
+        if not sign:
             raise UsageError(f"module.pins has {pin!r}: expected NAME=AXIS:PLACEMENT, such as x=dp:S0")
+        for axis, _ in parse(placement):
+            if axis not in ("dp", "tp"):
+                raise unknown("axis", axis, ("dp", "tp"))
 
 
 def _check_decay_groups(config: TrainConfig) -> None:

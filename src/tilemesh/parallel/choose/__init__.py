@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from tilemesh.core.errors import RunError, UsageError, unknown
+from tilemesh.core.units import format_bytes
 from tilemesh.parallel.choose.dynamic import dynamic
 from tilemesh.parallel.choose.integer import integer
 from tilemesh.parallel.choose.learned import learned
@@ -44,7 +45,7 @@ def choose(problem: PlacementProblem, chooser: str = "ilp") -> Chosen:
 
 
 def refusal(problem: PlacementProblem, chooser: str) -> UsageError:
-    size = f"{problem.limit_bytes / 2**30:.2f} GiB per rank"
+    size = f"{format_bytes(problem.limit_bytes)} per rank"
     return UsageError(f"{chooser} found no placement within {size}: allow more memory, more ranks, or another chooser")
 
 
