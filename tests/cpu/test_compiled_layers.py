@@ -75,6 +75,19 @@ def test_a_layer_cut_over_ranks_is_one_graph(sets: str, monkeypatch: pytest.Monk
     assert compiled_and_own(f"plan.precision=fp64,{sets}", monkeypatch, tp=2) <= 2 + 2
 
 
+def test_ranks_run_while_another_thread_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's flag is one for the process: what a thread runs meanwhile sums as ever, and does not ask the tracer."""
+    config = load(mesh="dp=1,tp=2", sets=[SMALL, "plan.precision=fp64,train.compile=false,train.device=cpu"])
+    laid = lay_model(config, Mesh(mirror(2), tp=2), torch.device("cpu"))
+    tokens, targets = torch.randint(300, (2, 2, 16), generator=torch.Generator().manual_seed(0))
+    passes = []
+    for is_compiling in (False, True):
+        monkeypatch.setattr(torch.compiler, "_is_compiling_flag", is_compiling)
+        total, _ = next_token(config, laid).loss(tokens, targets)
+        passes.append((total, *torch.autograd.grad(total, list(laid.module.parameters()))))
+    torch.testing.assert_close(passes[1], passes[0], rtol=1e-10, atol=1e-12)
+
+
 def test_layers_that_read_their_number_are_all_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch compiles a function so often, and runs it as it is from then on: every layer is one more."""
     with torch._dynamo.config.patch(recompile_limit=1):  # monkeypatch does not put it back

@@ -123,7 +123,7 @@ class Seams:
         y: Tensor
         match exchange:
             case "all_reduce":
-                y = self.sum(x)
+                y = self.reduced(x, "sum")
             case "reduce_scatter":
                 y = self.comm.reduce_scatter(x, axis=dim, algorithm=self.algorithm)
             case "all_gather":
@@ -135,7 +135,7 @@ class Seams:
             case "":
                 y = x.view_as(x)
             case "max":
-                y = self.sum(x, "max")
+                y = self.reduced(x, "max")
             case other:
                 raise UsageError(f"{other} of activations: no layer here needs it")
         return y
@@ -186,6 +186,10 @@ class Seams:
     def sum(self, x: Tensor, op: str = "sum") -> Tensor:
         if is_compiling():  # without a gradient
             return traced(x.detach(), self.name, "all_reduce" if op == "sum" else op, "", 0, 0, x.dtype)
+        return self.reduced(x, op)
+
+    def reduced(self, x: Tensor, op: str) -> Tensor:
+        """Now, never traced: `is_compiling` is also true while another thread of the process compiles."""
         y: Tensor = self.comm.all_reduce(x, op, algorithm=self.algorithm)
         return y
 

@@ -68,8 +68,8 @@ def _has_tied_stages(plan: ParallelPlan, config: ModelConfig) -> bool:
 class _Deaf(Seams):
     """Seams that never sum: each rank takes its own partial result for the whole."""
 
-    def sum(self, x: Tensor, op: str = "sum") -> Tensor:
-        return x if op == "sum" else super().sum(x, op)
+    def reduced(self, x: Tensor, op: str) -> Tensor:
+        return x if op == "sum" else super().reduced(x, op)
 
 
 def _deaf(laid: Laid) -> Seams:
