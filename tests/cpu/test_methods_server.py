@@ -232,7 +232,7 @@ def test_who_reads_last_hears_now_and_then_that_it_still_has_to_wait(monkeypatch
             link.pull(weights, last=comm.rank == 0)
         if comm.rank == 0:
             updates, (newest,) = link.state(LENGTH, weights)
-            assert updates == 7
+            assert updates == [7]
             assert torch.equal(weights, newest)
         link.end()
         return None
@@ -295,17 +295,17 @@ def test_state_goes_to_a_checkpoint_and_back() -> None:
             server.run()
             return shard.seen, shard.weights
         link = ServerLink(comm, [1, 2], even_cuts(LENGTH, 2))
-        link.start(7, [first_weights() + 1, first_weights() + 2], updates=7)
+        link.start(7, [first_weights() + 1, first_weights() + 2], updates=[7, 9])
         weights = torch.empty(LENGTH, dtype=torch.float64)
         assert link.pull(weights) == 7
         assert torch.equal(weights, first_weights() + 1)
         link.push(torch.ones(LENGTH, dtype=torch.float64), 7)
         assert link.pull(weights) == 8
         updates, (state, kept) = link.state(LENGTH, weights)
-        assert updates == 8
+        assert updates == [8, 10]
         assert torch.equal(state, weights)
         assert torch.equal(kept, 2 * weights)
-        assert [one["updates"] for one in link.figures()] == [8, 8]
+        assert [one["updates"] for one in link.figures()] == [8, 10]
         link.leave()
         link.end()
         return None

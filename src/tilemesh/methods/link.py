@@ -121,24 +121,27 @@ class ServerLink:
             handles.append(self.comm.isend(gradient[cut], server, GRADIENT, sized=False))
         wait_in_naps(handles)
 
-    def start(self, clock: int, values: Sequence[Tensor] = (), updates: int = 0) -> None:
+    def start(self, clock: int, values: Sequence[Tensor] = (), updates: Sequence[int] = ()) -> None:
         """Let the servers begin, at a clock: with their own weights, or with flat ones and what was remembered of them
-        after so many updates."""
-        self._ask(START, clock, len(values), updates)
+        after so many updates, each server's own number."""
+        for server, count in zip(self.servers, updates or [0] * len(self.servers), strict=True):
+            self._tell(server, START, clock, len(values), count)
         for server, cut in zip(self.servers, self.cuts, strict=True):
             for value in values:
                 self.comm.send(value[cut].contiguous(), server, WEIGHTS)
 
-    def state(self, length: int, like: Tensor, step: int = 0) -> tuple[int, list[Tensor]]:
-        """Updates made so far, the weights, and what is remembered of them, flat: what a step's checkpoint keeps."""
+    def state(self, length: int, like: Tensor, step: int = 0) -> tuple[list[int], list[Tensor]]:
+        """What a step's checkpoint keeps: the updates that each server has made, which differ where workers do not wait
+        for one another, the weights, and what is remembered of them, flat; zeros of a server that has made none."""
         self._ask(STATE, step)
         vectors: list[Tensor] = []
-        updates = 0
+        updates = []
         for server, cut in zip(self.servers, self.cuts, strict=True):
-            updates, count = self._reply(server)
+            own_updates, count = self._reply(server)
+            updates.append(own_updates)
             for number in range(count):
                 if number == len(vectors):
-                    vectors.append(torch.empty(length, dtype=like.dtype))
+                    vectors.append(torch.zeros(length, dtype=like.dtype))
                 self.comm.irecv(vectors[number][cut], server, WEIGHTS, sized=False).wait()
         return updates, vectors
 

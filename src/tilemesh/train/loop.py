@@ -91,7 +91,7 @@ class Progress:
                 "step": self.best_step, "held_out": self.best_held_out,
                 "evaluations_since": self.evaluations_since_best,
             },
-        }  # fmt: skip
+        } | ({"server_steps": steps} if (steps := stepper.optimizer.server_steps) else {})  # fmt: skip
 
 
 @dataclass

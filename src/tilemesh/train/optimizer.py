@@ -101,6 +101,8 @@ class Optimizer:
             if self.parameters[name].dtype != torch.bfloat16:
                 self.parameters[name].data = self.parameters[name].data.to(torch.bfloat16)
         self.steps = 0
+        self.server_steps: list[int] = []
+        """Those of each server, where they are its steps."""
         is_fused = config.fused
         if is_fused is None:
             is_fused = all(value.device.type in ("cpu", "cuda") for value in self.stepped.values())

@@ -82,6 +82,7 @@ def restore(loop: Loop, reader: Reader) -> None:
             state = read(f"{kind}:{name}", shard, by_replica=gradients.states_differ)
             tensors[kind, name] = reader.local(f"{kind}:{name}", shard) if state is None else state
     loop.optimizer.load(int(values["optimizer_steps"]), tensors)
+    loop.optimizer.server_steps = [int(steps) for steps in values.get("server_steps", ())]
     gradients.updated()
     gradients.recall(read)
     gradients.go_on(step)
@@ -166,7 +167,9 @@ def _problems(path: Path, comm: Communicator) -> list[str]:
 
 def check_numbers(values: Mapping[str, Any]) -> None:
     """Refuse, with a ValueError, numbers of a checkpoint from which training cannot go on."""
+    of_servers = values.get("server_steps", [])
     counts = [values.get("position"), values.get("optimizer_steps")]
+    counts += of_servers if isinstance(of_servers, list) else [None]
     scale = values.get("scale")
     numbers = [scale.get("scale"), scale.get("good")] if isinstance(scale, dict) else [None]
     if values.get("loss") is not None:

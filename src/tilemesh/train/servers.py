@@ -178,7 +178,9 @@ class ServerOptimizer(Optimizer):
         """Tell the servers what to begin with, which is what is here, or take it from them."""
         if self.is_first:
             if starts:
-                self.link.start(clock, [self.vectors.flat, *flat_states(self, self.kinds)], self.steps)
+                steps = self.server_steps if len(self.server_steps) == len(self.link.servers) else []
+                values = [self.vectors.flat, *flat_states(self, self.kinds)]
+                self.link.start(clock, values, steps or [self.steps] * len(self.link.servers))
             self.clock = self.link.pull(self.vectors.flat)
         self._hand_out()
         self._began = self.clock
@@ -262,7 +264,8 @@ class ServerOptimizer(Optimizer):
     def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
         if not self.is_first:
             return
-        self.steps, (weights, *kept) = self.link.state(len(self.vectors.flat), self.vectors.flat, self.clock)
+        self.server_steps, (weights, *kept) = self.link.state(len(self.vectors.flat), self.vectors.flat, self.clock)
+        self.steps = max(self.server_steps)
         for name, piece in zip(self.stepped, self.vectors.split(weights), strict=True):
             yield f"{WEIGHT}:{name}", self.shards[name], piece
         columns = [self.vectors.split(value) for value in kept]
