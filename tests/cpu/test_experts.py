@@ -170,6 +170,17 @@ def test_an_expert_that_nobody_picks_has_a_gradient_of_zeros(picked: int) -> Non
     assert 0 < len(idle) < sum(".experts." in name for name in gradients)
 
 
+@pytest.mark.parametrize("name", ["spread", "experts", "dropped"])
+def test_a_microbatch_without_sequences_adds_nothing(name: str) -> None:
+    """Groups of experts, a shared one, and a capacity: each looks at tokens by sequence."""
+    model, plan = Transformer(MODELS[name].replace(dropout=0.0), seed=1), ParallelPlan(precision="fp32")
+    laid = lay(model, Mesh(connect("alone")), plan)
+    tokens_BT = torch.zeros(0, 10, dtype=torch.long)
+    laid.passes([StepPiece(tokens_BT, tokens_BT, 0)])
+    for parameter in laid.model.parameters():
+        assert parameter.grad is None or not parameter.grad.any()
+
+
 def scored(rows: int, tokens: int) -> tuple[Router, Routing]:
     """A router of 6 experts, 2 of them for a token, and its choice."""
     config = CONFIG.replace(experts=6, balance_loss=1.0)

@@ -158,7 +158,7 @@ class Router(nn.Module):
         if self.bias is not None:
             by_NX = by_NX + self.bias.to(by_NX.dtype)
         if config.router_groups_per_token < config.router_groups:
-            by_NGE = by_NX.view(len(by_NX), config.router_groups, -1)
+            by_NGE = by_NX.view(len(by_NX), config.router_groups, config.experts // config.router_groups)
             best_NG = by_NGE.topk(min(1 + is_sigmoid, by_NGE.shape[-1]), -1).values.sum(-1)
             groups_NP = best_NG.topk(config.router_groups_per_token, -1).indices
             out_NG = torch.ones_like(best_NG, dtype=torch.bool).scatter_(-1, groups_NP, False)
@@ -184,12 +184,12 @@ class Router(nn.Module):
         `choice`: keeps what ranks told one another of their tokens.
         """
         config, (rows, tokens) = self.config, counted_BT.shape
-        scores_BTX = routing.scores_NX.view(rows, tokens, -1)
+        scores_BTX = routing.scores_NX.view(rows, tokens, config.experts)
         weights_BT = counted_BT.to(scores_BTX.dtype)
         squares_BT = scores_BTX.logsumexp(-1).square()
         total = config.router_z_loss * (squares_BT * weights_BT).sum()
         picks = weights_BT.repeat_interleave(config.experts_per_token, 1)
-        picked_BX = torch.zeros_like(scores_BTX[:, 0]).scatter_add(1, routing.experts_NC.view(rows, -1), picks)
+        picked_BX = torch.zeros_like(scores_BTX[:, 0]).scatter_add(1, routing.experts_NC.view(picks.shape), picks)
         counts_B = weights_BT.sum(1)
         if self.over_sequences is not None:  # each rank's part of the loss is that of its tokens
             sums = None if choice is None else choice.sums
@@ -276,7 +276,7 @@ class Experts(nn.Module):
         choice = None if choices is None else choices.get(self)
         routing: Routing = self.router(x_ND, None if choice is None else choice.experts_NC, choices is not None)
         if choice is None:
-            choice = self.take(routing, len(x_BTD))
+            choice = self.take(routing, x_BTD.shape[:-1])
             if choices is not None:
                 choices[self] = choice
             if self.load is not None and self.training:
@@ -297,11 +297,11 @@ class Experts(nn.Module):
             y_BTD = y_BTD + shared_BTD
         return y_BTD if loss is None else RoutedOutput(y_BTD, loss)
 
-    def take(self, routing: Routing, rows: int) -> ExpertChoice:
-        """What experts take of what was picked for so many sequences: all, but in training with `expert_capacity`."""
+    def take(self, routing: Routing, shape: torch.Size) -> ExpertChoice:
+        """What experts take of what was picked for (B, T) tokens: all, but in training with `expert_capacity`."""
         if not (self.training and self.config.expert_capacity):
             return ExpertChoice(routing.experts_NC, routing.counts_X)
-        experts_BTC = routing.experts_NC.view(rows, -1, self.config.experts_per_token)
+        experts_BTC = routing.experts_NC.view(*shape, self.config.experts_per_token)
         slots_NC, taken_X = rows_within(self.config, experts_BTC, self.ordered_counts)
         return ExpertChoice(routing.experts_NC, taken_X, slots_NC=slots_NC.view_as(routing.slots_NC))
 

@@ -100,7 +100,7 @@ def unpermute_rows(results: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
     results: (N C, D); weights: (N, C), of their dtype or wider; slots: (N, C), every number below N C once
     (`route_tokens`). Kernels add up in float32.
     """
-    rows = results.index_select(0, slots.flatten()).view(*slots.shape, -1)
+    rows = results.index_select(0, slots.flatten()).view(*slots.shape, results.shape[1])
     return (rows * weights.to(results.dtype)[..., None]).sum(-2)
 
 
