@@ -18,6 +18,7 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Transformer
 from tilemesh.model.work.step_exchanges import step_exchanges
 from tilemesh.model.work.task import Task
+from tilemesh.model.work.weights import SLICED
 from tilemesh.parallel.apply import lay
 from tilemesh.parallel.laid import StepPiece
 from tilemesh.parallel.mesh import Mesh
@@ -223,6 +224,25 @@ def test_what_ranks_that_share_sequences_exchange_is_what_the_formulas_say(
         ({"dp": 2, "tp": 2, "ep": 4, "expert_tp": 1, "sequence_parallel": True, "zero": 1}, "bf16"),
         ({"dp": 2, "tp": 2, "ep": 2, "expert_tp": 1, "sequence_parallel": True, "zero": 3}, "fp32"),
         ({"tp": 4, "ep": 2, "expert_tp": 1, "sequence_parallel": True}, "fp32"),
+        ({"cp": 2, "ep": 2, "balance_loss": 0.1, "recompute": "full"}, "fp32"),
+        ({"cp": 2, "ep": 2, "router_z_loss": 0.1}, "bf16"),
+        ({"cp": 4, "ep": 2, "expert_capacity": 4.0, "recompute": "full"}, "fp32"),
+        (
+            {"tp": 2, "ep": 2, "expert_tp": 1, "sequence_parallel": True, "balance_loss": 0.1, "recompute": "full"}
+            | {"recompute_every": 2},
+            "bf16",
+        ),
+        (
+            {"tp": 2, "ep": 2, "expert_tp": 1, "sequence_parallel": True, "balance_loss": 0.1, "recompute": "full"}
+            | {"norm_place": "post"},
+            "fp32",
+        ),
+        ({"tp": 2, "ep": 2, "expert_tp": 1, "sequence_parallel": True, "router_z_loss": 0.1}, "fp32"),
+        (
+            {"cp": 2, "tp": 2, "ep": 2, "expert_tp": 1, "sequence_parallel": True, "expert_capacity": 4.0}
+            | {"balance_loss": 0.1},
+            "fp32",
+        ),
     ],
     ids=str,
 )
@@ -234,6 +254,9 @@ def test_what_ranks_that_share_out_experts_exchange_is_what_the_formulas_say(
         layers=2, width=32, heads=8, mlp_width=48, vocabulary=64, context=8, activation="swiglu", biases=False,
         experts=4, experts_per_token=2, tied=False, qk_norm="full",
     )  # fmt: skip
+    model = {name: settings[name] for name in settings if name in {*SLICED, "router_z_loss", "norm_place"}}
+    config = config.replace(**model)
+    settings = {name: settings[name] for name in settings if name not in model}
     plan = ParallelPlan(**{"precision": precision, "microbatch": 2, "accumulation": 2, **settings})
 
     def main(comm: Communicator) -> dict[str, dict[str, int]]:

@@ -69,6 +69,15 @@ def stretch_of_runs(runs: Runs, first: int, count: int) -> Runs:
     return tuple(kept)
 
 
+def runs_of_ranks(tokens: int, cp: int, tp: int = 1) -> list[Runs]:
+    """Of every rank that shares a sequence by cp, and of those that cut its tokens once more by tp."""
+    shares = []
+    for rank in range(cp):
+        runs = zigzag(tokens, cp, rank)
+        shares += [stretch_of_runs(runs, *share(tokens_of(runs), tp, place)) for place in range(tp)]
+    return shares
+
+
 def joined_runs(runs: Iterable[Runs]) -> Runs:
     """Of several ranks together, in the order of the sequence."""
     joined: list[TokenRun] = []

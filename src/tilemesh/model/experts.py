@@ -188,6 +188,8 @@ class Router(nn.Module):
         weights_BT = counted_BT.to(scores_BTX.dtype)
         squares_BT = scores_BTX.logsumexp(-1).square()
         total = config.router_z_loss * (squares_BT * weights_BT).sum()
+        if not config.balance_loss:
+            return total
         picks = weights_BT.repeat_interleave(config.experts_per_token, 1)
         picked_BX = torch.zeros_like(scores_BTX[:, 0]).scatter_add(1, routing.experts_NC.view(picks.shape), picks)
         counts_B = weights_BT.sum(1)

@@ -27,8 +27,7 @@ from torch import Tensor, nn
 
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.plan import ParallelPlan
-from tilemesh.core.sequence import stretch_of_runs, tokens_of, zigzag
-from tilemesh.core.shard import share
+from tilemesh.core.sequence import runs_of_ranks
 from tilemesh.core.step.action import Kind, Payload
 from tilemesh.core.tensor_placement import Crossing, S
 from tilemesh.kernels.routing.reference import inverse
@@ -209,10 +208,7 @@ class RunCounts:
 
     def __call__(self, picks_BTX: Tensor) -> PicksBefore:
         tokens = self.seams.sequence_tokens
-        shares = []
-        for rank in range(self.cp):
-            runs = zigzag(tokens, self.cp, rank)
-            shares += [stretch_of_runs(runs, *share(tokens_of(runs), self.tp, place)) for place in range(self.tp)]
+        shares = runs_of_ranks(tokens, self.cp, self.tp)
         every, own = sorted(run for runs in shares for run in runs), shares[self.counts.comm.rank]
         parts = torch.split(picks_BTX, [run.length for run in own], dim=1)
         own_BRX = picks_BTX.new_zeros(len(picks_BTX), len(every), picks_BTX.shape[-1], dtype=torch.int64)

@@ -251,6 +251,8 @@ def layer_times(model: ModelConfig, cluster: Cluster, task: Task, rates: Rates |
     speed = speed_of(cluster.device, task.dtype, rates, task.code)
     # Experts are shared out among replicas, or first among ranks of tp that do not share one.
     sizes = {"tp": (task.tp, 1), "cp": (task.cp, task.tp), "ep": (task.ep, task.ranks_per_expert)}
+    if task.cp > 1:  # what goes over both counts as of cp
+        sizes["cp+tp"] = (task.cp * task.tp, 1)
     axes = {name: group(cluster, *size) for name, size in sizes.items() if size[0] > 1 or name == "tp"}
     layer, head, embedding = layer_work(model, task), head_work(model, task), embedding_work(model, task)
     again = tuple(repeated_exchanges(model, task))
@@ -268,7 +270,11 @@ def layer_times(model: ModelConfig, cluster: Cluster, task: Task, rates: Rates |
         return group(cluster, count, sizes[exchange.axis][1] * apart)
 
     def exchange_s(exchanges: Iterable[Exchange], backward: bool, name: str = "tp", cost: float = hidden) -> float:
-        several = [exchange for exchange in exchanges if exchange.backward is backward and exchange.axis == name]
+        several = [
+            exchange
+            for exchange in exchanges
+            if exchange.backward is backward and exchange.axis.partition("+")[0] == name
+        ]
         ring = [exchange for exchange in several if exchange.collective == "send"]
         ring_s = sum(_ring_s(along(exchange), exchange) for exchange in ring)
         # What goes round travels while the keys that are here are attended to: all but the last ones.
@@ -293,7 +299,9 @@ def layer_times(model: ModelConfig, cluster: Cluster, task: Task, rates: Rates |
             if exchange.collective == "send"
             else along(exchange).sent_bytes(exchange.nbytes, exchange.collective)
             for exchange in exchanges
-            if exchange.backward is backward and exchange.axis == name and exchange.collective != "recv"
+            if exchange.backward is backward
+            and exchange.axis.partition("+")[0] == name
+            and exchange.collective != "recv"
         )
 
     times = LayerTimes(
@@ -316,6 +324,7 @@ def layer_times(model: ModelConfig, cluster: Cluster, task: Task, rates: Rates |
                 ),
             )
             for name in axes
+            if "+" not in name
         },
         head_s=(speed.seconds(head.forward), speed.seconds(head.backward)),
         head_exchange_s=(exchange_s(head.exchanges, False), exchange_s(head.exchanges, True)),

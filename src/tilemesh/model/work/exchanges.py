@@ -13,12 +13,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from tilemesh.core.sequence import runs_of_ranks
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.routing import busiest_rows
 from tilemesh.model.work.task import Task
 
 BLOCKS = ("attention", "mlp")
-_ROUTER = "router"
+_ROUTER, _LOSS = "router", "router's loss"
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ def layer_exchanges(model: ModelConfig, task: Task) -> Iterator[Exchange]:
     input gradients. What is only gathered travels as narrow as products take it."""
     yield from context_exchanges(model, task)
     yield from expert_exchanges(model, task)
+    yield from count_exchanges(model, task)
     if task.tp == 1:
         return
     if model.qk_norm == "full":  # squares of queries and of keys, added up over all heads, and their gradients
@@ -77,7 +79,9 @@ def repeated_exchanges(model: ModelConfig, task: Task) -> Iterator[Exchange]:
     forward = forward_again(layer_exchanges(model, task))
     is_read = task.code == "fused" or model.dropout > 0 or model.norm_place != "pre"
     is_last = task.tp > 1 and task.ranks_per_expert == task.tp  # else the last is rows on their way from experts
-    yield from forward[:-1] if is_last and not is_read else forward
+    if not is_read:
+        forward = [exchange for exchange in forward[: -1 if is_last else None] if exchange.site != _LOSS]
+    yield from forward
 
 
 def forward_again(exchanges: Iterable[Exchange]) -> list[Exchange]:
@@ -131,6 +135,23 @@ def expert_exchanges(model: ModelConfig, task: Task) -> Iterator[Exchange]:
             yield Exchange(_ROUTER, "ep", "all_to_all", model.experts, 8)
         for _ in ("there", "back"):
             yield Exchange("mlp", "ep", "all_to_all", rows * model.width, task.size, backward, copies=copies)
+
+
+def count_exchanges(model: ModelConfig, task: Task) -> Iterator[Exchange]:
+    """What ranks that share sequences, and route tokens of their own, tell one another in training of the experts that
+    they picked: by run of tokens where experts take so many of a sequence; by sequence where routers are to even it
+    out."""
+    apart = task.tp if task.ranks_per_expert < task.tp else 1
+    if task.cp * apart == 1 or not model.experts:
+        return
+    axis = "+".join(name for name, ranks in (("cp", task.cp), ("tp", apart)) if ranks > 1)
+    if model.expert_capacity:
+        runs = sum(map(len, runs_of_ranks(sum(task.shares) or task.queries, task.cp, apart)))
+        yield Exchange(_ROUTER, axis, "all_reduce", task.sequences * runs * model.experts, 8)
+    if model.balance_loss:
+        yield Exchange(_ROUTER, axis, "all_reduce", task.sequences * (model.experts + 1), task.wide)
+    if apart > 1 and (model.balance_loss or model.router_z_loss):  # each has the losses of its own tokens
+        yield Exchange(_LOSS, "tp", "all_reduce", 1, task.wide)
 
 
 def embedding_exchanges(model: ModelConfig, task: Task) -> Iterator[Exchange]:
