@@ -74,6 +74,11 @@ def test_a_layout_with_everything_for_every_model(model: str) -> None:
     assert [result for result in run(4, chosen) if not result.passed] == []
 
 
+def test_groups_of_experts_do_not_tie_by_sigmoids_without_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "spread", MODELS["spread"].replace(router_bias=False))  # type: ignore[arg-type]
+    assert [result for result in run(2, [Case("spread", gate_plan(cp=2, ep=2))]) if not result.passed] == []
+
+
 def test_ranks_without_a_part_wait_for_a_case_and_not_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with much else to do takes longer for all small layouts than any wait may take."""
     result = GateResult(Case("gpt", gate_plan(2)), Apart(0, 0, 0), Apart(1, 1, 1))
