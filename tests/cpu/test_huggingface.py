@@ -168,6 +168,8 @@ OURS = {
                            experts_per_token=2, mlp_width=10, router_bias="scores", score_sink=True, window=3,
                            full_layers=(0,), rotary_scaling="yarn", rotary_rounded=False, rotary_base=20.0,
                            rotary_factor=4.0, rotary_trained=50, rotary_high=5.0, head_width=12),
+    "gpt_oss-full": ModelConfig(**_LLAMA | {"biases": True, "activation": "swiglu-clipped"}, kv_heads=3, experts=5,
+                                mlp_width=10, router_bias="scores", score_sink=True),
 }  # fmt: skip
 
 

@@ -30,9 +30,10 @@ def _read(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
+    """With a window even where no layer has one: transformers makes the mask of it all the same."""
     return {
         **write_common(config), "attention_bias": True, "num_local_experts": config.experts, "swiglu_alpha": 1.702,
-        "swiglu_limit": 7.0, "sliding_window": config.window or None, "layer_types": layer_types(config),
+        "swiglu_limit": 7.0, "sliding_window": config.window or 128, "layer_types": layer_types(config),
     }  # fmt: skip
 
 
