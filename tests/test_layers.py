@@ -78,7 +78,7 @@ STRICTER = {
 }
 # The most lines that a room may have: raised only in the commit that adds a named capability. `make size` prints them.
 MOST_LINES = {
-    "core": 8_823,
+    "core": 8_816,
     "measure": 3_026,
     "launch": 2_138,
     "runs": 2_148,
@@ -86,8 +86,8 @@ MOST_LINES = {
     "kernels": 21_842,
     "comm": 11_360,
     "graph": 9_861,
-    "model": 11_083,
-    "plan": 9_014,
+    "model": 11_095,
+    "plan": 9_018,
     "parallel": 10_340,
     "methods": 1_972,
     "compress": 1_814,

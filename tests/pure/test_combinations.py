@@ -20,7 +20,7 @@ GRAPH = "train.graph=true,train.device=auto,"
 BEYOND_PAIRS = (
     "plan.zero=1", "plan.dp=2,plan.zero_group=2", "plan.dp=4,plan.zero=1,plan.zero_group=3",
     "plan.tp=4,plan.sequence_parallel=true,plan.expert_tp=2",
-    "model.experts=6,plan.dp=4,plan.ep=3", "model.experts=4,plan.dp=4,plan.ep=4,plan.zero=1,plan.zero_group=2",
+    "model.experts=4,plan.dp=4,plan.ep=4,plan.zero=1,plan.zero_group=2",
     "plan.recompute=operators,plan.recompute_every=2", "plan.pp=2,plan.recompute_stages=[0]",
     "plan.pp=2,plan.recompute=full,plan.recompute_stages=[0,2]",
     "plan.pp=2,plan.schedule=dualpipe,plan.recompute=full,plan.recompute_stages=[0]",
@@ -110,6 +110,11 @@ def test_a_plan_alone_and_in_a_configuration_are_refused_in_the_same_words() -> 
     words = "zero is 1 and {}dp is 1: ZeRO shares among replicas and there is one; set {}zero=0"
     with pytest.raises(ConflictError, match=words.format("plan.", "plan.")):
         load(sets=[f"{key}={text}" for key, text in {**BASE, "plan.zero": "1"}.items()])
+
+
+def test_a_mesh_that_cannot_share_out_experts_names_one_that_can() -> None:
+    with pytest.raises(UsageError, match=r"plan\.ep is 3: dp 2 do not .*; set the mesh dp=2,ep=2 or dp=3,ep=3$"):
+        load(sets=["model.experts=6,plan.dp=2,plan.tp=1,plan.ep=3"])
 
 
 def test_steps_may_become_a_graph_where_no_row_keeps_them_from_it() -> None:

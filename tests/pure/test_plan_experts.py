@@ -203,7 +203,26 @@ def test_experts_that_tp_does_not_share_take_their_own_tokens() -> None:
     assert not is_runnable(plan(dp=16, ep=32, tp=4, sequence_parallel=True, expert_tp=2))
     words = why_not(QWEN, plan(dp=4, tp=2, expert_tp=1, ep=2))
     assert words == "expert_tp is 1 and tp 2: each rank routes its own tokens; set sequence_parallel"
-    assert "dp 4 do not make up groups" in (why_not(QWEN, plan(dp=4, ep=8)) or "")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "meshes"),
+    [
+        ({"ep": 2}, ["dp=2,ep=2"]),
+        ({"dp": 2, "ep": 3}, ["dp=2,ep=2", "dp=3,ep=3"]),
+        ({"dp": 2, "ep": 4}, ["dp=2,ep=2", "dp=4,ep=4"]),
+        ({"dp": 3, "cp": 2, "tp": 2, "ep": 4}, ["dp=3,tp=2,cp=2,ep=3", "dp=4,tp=2,cp=2,ep=4"]),
+        ({"dp": 5, "ep": 2}, ["dp=6,ep=2"]),
+    ],
+)
+def test_replicas_that_cannot_share_out_experts_are_told_which_can(mesh: dict[str, int], meshes: list[str]) -> None:
+    model = QWEN.replace(experts=12)
+    words = why_not(model, plan(**mesh)) or ""
+    assert "do not make up groups" in words
+    assert words.endswith(f"; set the mesh {' or '.join(meshes)}")
+    for text in meshes:
+        sizes = {axis: int(size) for axis, _, size in (word.partition("=") for word in text.split(","))}
+        assert why_not(model, plan(**sizes)) is None
 
 
 def test_the_search_shares_experts_out_where_that_fits_best_and_says_why() -> None:
@@ -224,6 +243,8 @@ def test_the_search_shares_experts_out_where_that_fits_best_and_says_why() -> No
     assert max(point.layout.ep for point in wide.points) == 32, "over four nodes at most, unless it is fixed"
     far = search(QWEN, "64xh100", batch=512, context=4096, pins=Pins.parse(["tp=1,pp=1,zero=1,microbatch=1,ep=64"]))
     assert far.best.plan.ep == 64
+    with pytest.raises(UsageError, match=r"no dp x cp of 16 ranks with .* is a multiple of it: fix ep=16"):
+        search(QWEN, "16xh100", batch=64, pins=Pins.parse(["ep=32"]))
     dense = search("llama-3-8b", NODE, batch=64)
     assert {point.layout.ep for point in dense.points} == {1}
     with pytest.raises(UsageError, match="no layout is possible: ep is 2 and the model has no experts"):

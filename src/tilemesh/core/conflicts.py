@@ -8,7 +8,6 @@ configuration are in `train/conflicts.py`. What cannot exist for a model at all 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -157,12 +156,6 @@ def _spread_over_dp(plan: ParallelPlan) -> int:
 
 
 PLAN_CONFLICTS: tuple[Conflict[ParallelPlan], ...] = (
-    row(
-        "ep dp",
-        lambda plan: _expert_ranks(plan) % plan.ep > 0,
-        "replicas share out experts in groups of ep, which must make up dp x cp (and tp, with expert_tp=1)",
-        lambda plan: f"ep={math.gcd(plan.ep, _expert_ranks(plan))}",
-    ),
     row(
         "expert_tp tp",
         lambda plan: plan.expert_tp not in (0, 1, plan.tp),

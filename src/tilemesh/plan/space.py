@@ -268,7 +268,11 @@ def why_nothing(estimator: Estimator, batch: int, pins: Pins) -> str:
     if not dps and pins.zero:
         return f"zero_group is {pins.zero_group} and no dp of {world} ranks is a multiple of it: leave it out"
     if not dps and (pins.ep or 1) > 1:
-        return f"ep is {pins.ep} and no dp x cp of {world} ranks with {pins.describe()} is a multiple of it"
+        others = {ep: Pins(**vars(pins) | {"ep": ep}) for ep in divisors(model.experts)[1:]}
+        eps = (ep for ep, other in others.items() if any(meshes(estimator, other)))
+        near = min(eps, key=lambda ep: abs(ep - (pins.ep or 1)), default=0)
+        words = f"ep is {pins.ep} and no dp x cp of {world} ranks with {pins.describe()} is a multiple of it"
+        return words + f": fix ep={near}" * bool(near)
     if not dps:
         return f"no split of {world} ranks suits {model.heads} heads and {model.layers} layers"
     good = [dp for dp in dps if batch % dp == 0]

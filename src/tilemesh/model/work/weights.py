@@ -10,7 +10,8 @@ D width, Q width of all queries, K width of all keys, F hidden width of the MLP,
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -429,7 +430,8 @@ def why_not(model: ModelConfig, plan: ParallelPlan, ranks: int | None = None) ->
             + f" x cp {plan.cp}" * (plan.cp > 1)
             + f" x tp {plan.tp}" * (plan.ranks_per_expert < plan.tp)
         )
-        return f"ep is {plan.ep}: {among} do not make up groups of so many that share out experts"
+        near = " or ".join(_nearest_ep(model, plan))
+        return f"ep is {plan.ep}: {among} do not make up groups of so many that share out experts; set the mesh {near}"
     reason = why_not_tp(model, plan.tp)
     if reason:
         return f"{reason}; {_nearest_tp(model, plan.tp)}"
@@ -451,6 +453,16 @@ def cp_exchanges(model: ModelConfig, tp: int, cp: int) -> list[ContextExchange]:
     near = ranks_sharing_heads("heads-ring", cp, max(1, model.kv_heads // tp))
     possible = {"ring": True, "gather": True, "heads": near == cp, "heads-ring": 1 < near < cp}
     return [how for how in get_args(ContextExchange) if possible[how]]
+
+
+def _nearest_ep(model: ModelConfig, plan: ParallelPlan) -> Iterator[str]:
+    """The nearest meshes that share out experts: as many ranks and another ep, then more replicas and the same."""
+    ranks = plan.replicas * plan.tp // plan.ranks_per_expert
+    step = plan.ep // math.gcd(plan.ep, ranks // plan.dp)
+    fits = [ep for ep in range(2, ranks + 1) if ranks % ep == 0 and model.experts % ep == 0]
+    meshes = [(plan.dp, ep) for ep in sorted(fits, key=lambda ep: abs(ep - plan.ep))[:1]]
+    for dp, ep in (*meshes, (-(-plan.dp // step) * step, plan.ep)):
+        yield ",".join(f"{name}={size}" for name, size in {**plan.axes, "dp": dp, "ep": ep}.items() if size > 1)
 
 
 def _nearest_tp(model: ModelConfig, tp: int) -> str:
