@@ -103,6 +103,11 @@ CASES = {
                                               "attention_bias": True, "tie_word_embeddings": True}),
     "qwen3-moe-mixed": ("qwen3_moe", LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
                                               "intermediate_size": 28, "mlp_only_layers": [1], "head_dim": 4}),
+    "qwen3-moe-window": ("qwen3_moe", LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
+                                               "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1,
+                                               "head_dim": 4}),
+    "mixtral-types": ("mixtral", LLAMA | {"num_local_experts": 3, "sliding_window": 4,
+                                          "layer_types": ["full_attention"] * 2}),
     "qwen2-moe": ("qwen2_moe", LLAMA | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
                                         "shared_expert_intermediate_size": 28, "intermediate_size": 16,
                                         "decoder_sparse_step": 2}),
@@ -152,6 +157,7 @@ OURS = {
     "mixtral": ModelConfig(**_LLAMA, experts=3, window=5),
     "qwen3_moe": ModelConfig(**_LLAMA, experts=5, experts_per_token=3, qk_norm="head", head_width=6, mlp_width=20,
                              router_renormalized=False),
+    "qwen3_moe-window": ModelConfig(**_LLAMA, experts=3, qk_norm="head", mlp_width=20, window=3),
     "qwen2_moe": ModelConfig(**_LLAMA | {"biases": "qkv"}, experts=4, shared_width=12, shared_gate=True,
                              dense_layers=(0,), dense_width=20),
     "olmoe": ModelConfig(**_LLAMA, experts=4, experts_per_token=1, qk_norm="full"),
@@ -593,6 +599,13 @@ def test_a_model_that_no_layout_expresses_is_not_saved(changes: dict[str, Any], 
     with pytest.raises(UsageError, match="meta device"):
         huggingface.save(Transformer(OURS["gpt2"], device="meta"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_windows_of_some_layers_or_none() -> None:
+    with pytest.raises(UsageError, match=r"qwen3_moe has no full_layers=\(0,\)"):
+        families.to_json(OURS["qwen3_moe"].replace(window=3, full_layers=(0,)), "float32")
+    config = OURS["qwen2"].replace(full_layers=(0, 1))
+    assert families.from_json(families.to_json(config, "float32")) == config.replace(window=0, full_layers=())
 
 
 # ---- files that are not as they should be ----------------------------------------------------------------------

@@ -25,6 +25,9 @@ FOUND = [
     ConfigCase("gpt_neox", (("head_dim", 16),)),
     ConfigCase("phi3", (("sliding_window", 0), ("layer_types", ["full_attention"] * 2))),
     ConfigCase("llama-scaled", (("rope_scaling", {"rope_theta": 70.0}),)),
+    ConfigCase("qwen3_moe-window", ()),
+    ConfigCase("qwen2_moe-window", ()),
+    ConfigCase("mixtral-window", (("layer_types", ["full_attention"] * 2),)),
     ConfigCase("gpt_oss", (("layer_types", ["full_attention"] * 2),)),
     *(TokenizerCase("llama2", change) for change in (
         "eos_token has another name", "special tokens only in special_tokens_map.json", "chat_template is a list",

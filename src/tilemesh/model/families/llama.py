@@ -59,6 +59,12 @@ def read_attention_biases(settings: Mapping[str, Any], source: str) -> dict[str,
     return {"biases": biases, **read_rotary(settings, source)}
 
 
+def _read_one_window(settings: Mapping[str, Any], source: str, absent: int | None = None) -> dict[str, Any]:
+    """The window that all layers have, whatever layer_types and max_window_layers say; `absent`: without the key."""
+    window = {"sliding_window": settings.get("sliding_window", absent)}
+    return read_window(window, settings["num_hidden_layers"], [], source)
+
+
 def _write_attention_biases(config: ModelConfig) -> dict[str, Any]:
     return {**write_common(config), "attention_bias": config.has_biases("output")}
 
@@ -116,20 +122,22 @@ MISTRAL = dataclasses.replace(
 # ---- Qwen --------------------------------------------------------------------------------------------------------
 
 
-def _read_qwen2(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
+def _read_qwen2(settings: Mapping[str, Any], source: str, alternates: bool = False) -> dict[str, Any]:
+    """`alternates`: without layer_types, every second layer before max_window_layers has the window."""
     layers = settings["num_hidden_layers"]
     first = settings.get("max_window_layers", 28)
     if not isinstance(first, int) or first < 0:
         raise UsageError(f"{source}: max_window_layers is {first!r}: expected a number of layers")
+    full = [layer for layer in range(layers) if (layer % 2 or layer >= first if alternates else layer < first)]
     window: dict[str, Any] = {}
     if settings.get("use_sliding_window", False):
-        window = read_window({"sliding_window": 4096, **settings}, layers, list(range(min(first, layers))), source)
+        window = read_window({"sliding_window": 4096, **settings}, layers, full, source)
     return {**read_rotary(settings, source), **window}
 
 
 def _write_qwen2(config: ModelConfig) -> dict[str, Any]:
     types = layer_types(config)
-    first = types.index("sliding_attention") if config.window else config.layers
+    first = [*types, "sliding_attention"].index("sliding_attention")
     return {
         **write_common(config), "use_sliding_window": bool(config.window), "sliding_window": config.window or None,
         "max_window_layers": first, "layer_types": types,
@@ -168,9 +176,8 @@ QWEN3 = dataclasses.replace(
 
 def _read_phi3(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
     rotary = read_rotary(settings, source, scalings=("default",))
-    # In every layer, whatever layer_types says.
-    window = read_window({"sliding_window": settings.get("sliding_window")}, settings["num_hidden_layers"], [], source)
-    return {**rotary, **window, "dropout": one_dropout(settings, "embd_pdrop", "resid_pdrop", 0.0, source)}
+    dropout = one_dropout(settings, "embd_pdrop", "resid_pdrop", 0.0, source)
+    return {**rotary, **_read_one_window(settings, source), "dropout": dropout}
 
 
 def _write_phi3(config: ModelConfig) -> dict[str, Any]:
@@ -353,7 +360,7 @@ def read_count(settings: Mapping[str, Any], default: int, source: str) -> dict[s
 
 
 def _read_mixtral(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
-    window = read_window({"sliding_window": None, **settings}, settings["num_hidden_layers"], [], source)
+    window = _read_one_window(settings, source)
     return {**read_rotary(settings, source, base=1e6), **window, **read_count(settings, 8, source)}
 
 
@@ -375,15 +382,16 @@ def _write_dense(config: ModelConfig) -> dict[str, Any]:
 
 
 def _read_qwen3_moe(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
-    dense = _read_dense(settings, 6144, source)
-    return {**_read_qwen3(settings, source), **read_count(settings, 128, source), **dense}
+    window = _read_one_window(settings, source, 4096) if settings.get("use_sliding_window", False) else {}
+    experts = {**read_count(settings, 128, source), **_read_dense(settings, 6144, source)}
+    return {**read_attention_biases(settings, source), **window, **experts}
 
 
 def _read_qwen2_moe(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
     if settings.get("qkv_bias", True) is not True:
         raise UsageError(f"{source}: qkv_bias is {shown(settings['qkv_bias'])}: only true is supported")
     dense = _read_dense(settings, 5632, source)
-    return {**_read_qwen2(settings, source), **read_count(settings, 60, source), **dense}
+    return {**_read_qwen2(settings, source, alternates=True), **read_count(settings, 60, source), **dense}
 
 
 def _read_olmoe(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -421,7 +429,7 @@ QWEN3_MOE = dataclasses.replace(
     QWEN3,
     architecture="Qwen3MoeForCausalLM",
     sizes={**_SIZES, "mlp_width": "moe_intermediate_size"},
-    may={**QWEN3.may, **_MAY_ROUTE, **_MAY_MIX},
+    may={**QWEN3.may, "full_layers": ((),), **_MAY_ROUTE, **_MAY_MIX},
     keys={
         **_KEYS, "kv_heads": ("num_key_value_heads", 4), "experts_per_token": ("num_experts_per_tok", 8),
         "router_renormalized": ("norm_topk_prob", False),
