@@ -276,6 +276,13 @@ def test_a_teacher_is_given_the_documents_of_its_student(text, tmp_path):
     assert 0 < taught.loss < 10
 
 
+def test_a_teacher_whose_groups_ranks_would_share_is_refused_before_ranks_start(text, tmp_path):
+    huggingface.save(quantize(Transformer(config(text).model, seed=5), "int4-g32"), tmp_path / "teacher")
+    asked = config(text, "plan.tp=2,plan.dp=1", f"distill.teacher={tmp_path / 'teacher'}")
+    with pytest.raises(UsageError, match=r"plan\.tp is 2: .*fc_o: groups of 32 do not divide the 16 inputs of a rank"):
+        fit(asked, run=tmp_path / "run")
+
+
 @pytest.mark.parametrize(
     ("sets", "recipe", "words"),
     [

@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+
+from tilemesh.comm import run_threads
+from tilemesh.core.conflicts import is_runnable
+from tilemesh.core.errors import UsageError
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.kinds import open_codes, projections
+from tilemesh.model.transformer import Transformer
+from tilemesh.parallel import apply
 from tilemesh.parallel.gate import pairs
+from tilemesh.parallel.gate.alone import compress_all
 from tilemesh.parallel.gate.cases import LOSS_SCALE, Case, gate_plan
+from tilemesh.parallel.mesh import Mesh
 
 
 def test_a_case_says_what_is_not_usual() -> None:
@@ -20,3 +34,36 @@ def test_layouts_cover_prefetching_and_groups_of_zero() -> None:
     assert {choice.prefetch for choice in chosen if choice.zero < 3} == {0, 1}
     assert {choice.zero_group for choice in chosen if choice.zero and choice.dp == 4} >= {2}
     assert {choice.zero_group for choice in chosen if choice.dp < 4} == {0}
+
+
+def test_every_case_of_eight_ranks_can_be_laid() -> None:
+    """The plan's check takes it, and what ranks would cut divides: in one process, without a rank."""
+    models: dict[tuple[ModelConfig, str], Transformer] = {}
+    every = pairs.every_case(8, pairs=False)
+    assert [case for case in every if case.why_not or not is_runnable(case.layout)] == []
+    cuts = {(case.config, case.weights, case.layout.tp, case.layout.ep, case.layout.expert_tp): case for case in every}
+    for (config, weights, *_), case in cuts.items():
+        if (config, weights) not in models:
+            models[config, weights] = Transformer(config, seed=1, device="cpu" if weights else "meta")
+            if weights:
+                compress_all(models[config, weights], weights)
+        model, plan = models[config, weights], case.layout
+        if plan.tp > 1:
+            for _, layer in projections(model):
+                open_codes(layer)
+        mesh: Any = SimpleNamespace(shape=tuple(plan.axes.items()), comm=SimpleNamespace(rank=plan.world - 1))
+        apply._shards(
+            model, apply._matched(model, apply.transformer_splits(config, None, plan.routes_apart)), mesh, plan
+        )
+
+
+def test_groups_that_ranks_would_share_are_refused_by_the_plan() -> None:
+    case = Case("dropped", gate_plan(1, 4), "adapters int4-g4")
+    words = (
+        r"tp is 4: layers\.0\.mlp\.shared\.fc_out: groups of 4 do not divide the 6 inputs of a rank; use groups of 6"
+    )
+    assert re.match(words, case.why_not or "")
+    model = Transformer(case.config, seed=1)
+    compress_all(model, case.weights)
+    with pytest.raises(UsageError, match=words):
+        run_threads(4, lambda comm: apply.lay(model, Mesh(comm, tp=4), case.layout))

@@ -182,6 +182,17 @@ def test_codes_below_adapters_are_predicted_and_laid_as_codes(hub: Path, tmp_pat
     assert words.startswith(f"{format_bytes(held + 3 * trained)} per rank for weights, gradients and optimizer states")
 
 
+def test_codes_whose_groups_ranks_would_share_are_refused_before_ranks_start(hub: Path, tmp_path: Path) -> None:
+    huggingface.save(quantize(huggingface.load(hub / "model"), "int4-g16"), tmp_path / "small")
+    sets = ["lora.rank=3,lora.alpha=6", SHORT, f"data.source={hub / 'text.txt'}"]
+    config = tm.train.load_config(mesh="dp=1,tp=2", sets=sets, init=tmp_path / "small")
+    with pytest.raises(
+        UsageError, match=r"plan\.tp is 2: layers\.0\.attention\.fc_o: groups of 16 do not divide the 8"
+    ):
+        tm.train.fit(config, run=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("mesh", "more"), [("dp=2,tp=1", "plan.zero=3"), ("dp=1,tp=2", ""), ("dp=1,tp=1,pp=2", "plan.schedule=1f1b")]
 )

@@ -129,7 +129,7 @@ def test_two_ranks_of_a_compressed_model_answer_as_one_process_does(folder: Path
         assert [told.logprob for told in one.logprobs] == pytest.approx(values, abs=0.02)
     huggingface.save(quantize(huggingface.load(folder), "int4-g32"), tmp_path / "wide", like=folder)
     assert updated[0] == updated[1]
-    with pytest.raises(UsageError, match=r"fc_o has 1 group of 32 inputs, which cannot be shared.*groups of 16"):
+    with pytest.raises(UsageError, match=r"fc_o: groups of 32 do not divide the 16 inputs of a rank; use groups of 16"):
         Engine(tmp_path / "wide", pages=60, ranks=2)
 
 

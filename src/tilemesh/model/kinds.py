@@ -490,6 +490,12 @@ def kinds_of(model: nn.Module) -> dict[str, MatrixKind]:
     return {name: layer.kind for name, layer in projections(model) if layer.kind.stacked() != DENSE}
 
 
+def group_sizes(kinds: Mapping[str, MatrixKind]) -> dict[str, int]:
+    """How many inputs share a scale, of matrices whose codes lie in groups."""
+    codes = {name: kind.base if isinstance(kind, Adapted) else kind for name, kind in kinds.items()}
+    return {name: kind.scheme.group for name, kind in codes.items() if isinstance(kind, FewBits) and kind.scheme.group}
+
+
 def put(model: nn.Module, name: str, module: nn.Module) -> None:
     """Take the place of a projection."""
     parent, _, last = name.rpartition(".")

@@ -25,13 +25,13 @@ from tilemesh.core.step.program import step_program
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.experts import Experts, Router
 from tilemesh.model.kernels import TORCH
-from tilemesh.model.kinds import kinds_of, open_codes, put_kinds
+from tilemesh.model.kinds import group_sizes, kinds_of, open_codes, put_kinds
 from tilemesh.model.linear import DENSE, LearnedVector, Linear, as_kind
 from tilemesh.model.norm import ResidualNorm
 from tilemesh.model.part import ModelPart, cut_parts, whole_part
 from tilemesh.model.programs.program import TRAINING, Use
 from tilemesh.model.transformer import Transformer
-from tilemesh.model.work.weights import SLICED, Weight, why_not
+from tilemesh.model.work.weights import SLICED, Weight, why_not, why_not_groups
 from tilemesh.parallel.agree import agree
 from tilemesh.parallel.buckets import BUCKET_BYTES, Bucketed
 from tilemesh.parallel.context import ContextAxis, SequenceCounts
@@ -316,7 +316,7 @@ def _require_fit(model: nn.Module, mesh: Mesh, plan: ParallelPlan) -> None:
         for name, why in SLICED.items() if plan.slices > 1 else ():
             if value := getattr(model.config, name):
                 raise UsageError(f"slices is {plan.slices} and {name} {value}: {why}; set one")
-        reason = why_not(model.config, plan)
+        reason = why_not(model.config, plan) or why_not_groups(model.config, plan, group_sizes(kinds_of(model)))
         if reason:
             raise UsageError(reason)
     elif plan.pp > 1:

@@ -26,8 +26,9 @@ from tilemesh.data.tokenizer import encode_prompt
 from tilemesh.kernels.launch.tensors import read_device
 from tilemesh.measure.gpu import CudaGraphs
 from tilemesh.model.config import ModelConfig
+from tilemesh.model.kinds import group_sizes, kinds_of
 from tilemesh.model.lora import give_slots, read_adapter
-from tilemesh.model.work.weights import why_not
+from tilemesh.model.work.weights import why_not, why_not_groups
 from tilemesh.serve.adapters import AdapterSlots, LoadedAdapter
 from tilemesh.serve.answers import EngineStatus
 from tilemesh.serve.config import EngineConfig
@@ -43,7 +44,6 @@ from tilemesh.serve.load import (
     NewWeights,
     ServedModel,
     WeightSource,
-    check_groups,
     check_weights,
     load_served,
     open_weights,
@@ -100,9 +100,9 @@ class Engine(PromptTaker):
         model = self.served.model
         self.config: ModelConfig = model.config
         layout = ParallelPlan(tp=max(1, ranks)) if joint is None else joint.plan
-        if ranks and (reason := why_not(self.config, layout)):
+        groups = group_sizes(kinds_of(model))
+        if ranks and (reason := why_not(self.config, layout) or why_not_groups(self.config, layout, groups)):
             raise UsageError(reason)  # before any of them is started
-        check_groups(model, max(1, ranks))
         longest = min(config.context or self.config.context, self.config.context)
         if config.context is not None and config.context > longest:
             say(f"context {config.context:,} is more than the model's {longest:,}: served with {longest:,}")

@@ -223,22 +223,6 @@ def _schemes(model: nn.Module) -> dict[str, object]:
     return {name: kind.scheme for name, layer in projections(model) if (kind := few_bits_of(layer)) is not None}
 
 
-def check_groups(model: Transformer, ranks: int) -> None:
-    """Refuse codes whose groups of inputs cannot be shared by so many ranks, where a matrix is cut by its inputs."""
-    for name, layer in projections(model):
-        kind = few_bits_of(layer)
-        if kind is None or not name.endswith((".fc_o", ".fc_out")):
-            continue
-        scheme = kind.scheme
-        groups = scheme.groups(layer.in_features)
-        if scheme.granularity == "group" and groups % ranks:
-            most = layer.in_features // ranks
-            raise UsageError(
-                f"tp is {ranks}: {name} has {groups} group{'s' * (groups > 1)} of {scheme.group} inputs, which "
-                f"cannot be shared evenly; compress in groups of {most} or a divisor of it, or per channel (int8)"
-            )
-
-
 def _of_huggingface(
     path: Path, dtype: torch.dtype | None, device: torch.device | str, with_weights: bool
 ) -> ServedModel:

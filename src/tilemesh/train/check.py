@@ -43,7 +43,7 @@ from tilemesh.measure.row import Row
 from tilemesh.model.adapter import A, B, adapted_modules
 from tilemesh.model.config import ModelConfig, before_experts, check_written_model, unlike
 from tilemesh.model.families.book import read_config
-from tilemesh.model.work.weights import layer_weights, parameter_shapes, why_not, why_not_tp
+from tilemesh.model.work.weights import layer_weights, parameter_shapes, why_not, why_not_groups, why_not_tp
 from tilemesh.runs import folder as folders
 from tilemesh.runs.base import check_base
 from tilemesh.runs.kind import MODULE, TRAIN, Kind
@@ -156,7 +156,7 @@ def _check_compress(config: TrainConfig) -> None:
         chosen_schemes(recipe, _matrices(config.model))
         check_blocks(recipe, _matrices(config.model))
         if config.plan.tp > 1:
-            _check_cut(recipe, _matrices(config.model), config.plan.tp)
+            _check_cut(recipe, config)
     if config.distill.teacher is None:
         return
     if not (config.distill.teacher / "config.json").is_file():
@@ -172,20 +172,32 @@ def _check_compress(config: TrainConfig) -> None:
         raise UsageError(f"the teacher is cut over tp as the student is, and {reason}; set another plan.tp")
 
 
-def _check_cut(recipe: Recipe, shapes: dict[str, tuple[int, int]], tp: int) -> None:
+def _check_cut(recipe: Recipe, config: TrainConfig) -> None:
     """Refuse what cannot be done in the parts of matrices that ranks hold, as they would."""
+    shapes, tp = _matrices(config.model), config.plan.tp
+    groups = {name: scheme.group or 1 for name, scheme in chosen_schemes(recipe, shapes).items()}
+    _check_groups(config.model, config.plan, groups)
     cut = {name: (outputs, inputs // tp) for name, (outputs, inputs) in shapes.items() if name.endswith(_CUT_BY_INPUTS)}
-    schemes = chosen_schemes(recipe, shapes)
-    for name, (_, inputs) in cut.items():
-        if name in schemes and schemes[name].granularity == "group" and inputs % schemes[name].group:
-            raise UsageError(
-                f"{name}: groups of {schemes[name].group} do not divide the {inputs} inputs of a rank; round in "
-                "smaller groups or per channel, or set a smaller plan.tp"
-            )
     try:
         check_blocks(recipe, cut)
     except UsageError as error:
         raise UsageError(f"{error} on each of {tp} ranks; set a smaller plan.tp") from None
+
+
+def _check_stored(folder: Path | None, plan: ParallelPlan) -> None:
+    """Refuse a folder of codes in groups that ranks would have to share."""
+    if folder is None or plan.tp == 1:
+        return
+    from tilemesh.model.huggingface import stored_kinds  # late: torch
+    from tilemesh.model.kinds import group_sizes
+
+    _check_groups(read_config(folder), plan, group_sizes(stored_kinds(folder)))
+
+
+def _check_groups(model: ModelConfig, plan: ParallelPlan, groups: Mapping[str, int]) -> None:
+    reason = why_not_groups(model, plan, groups)
+    if reason:
+        raise UsageError(f"plan.{reason}")
 
 
 def _matrices(model: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -225,6 +237,8 @@ def check_machine(config: TrainConfig, beside: int = 0) -> None:
         return
     if config.lora.rank:
         check_init(config.lora.base, config)
+        _check_stored(config.lora.base, config.plan)
+    _check_stored(config.distill.teacher, ParallelPlan(tp=config.plan.tp))
     _memory_fit(config).check()
     check_source(config.data)
     _check_length(config)

@@ -445,6 +445,20 @@ def why_not(model: ModelConfig, plan: ParallelPlan, ranks: int | None = None) ->
     return None
 
 
+def why_not_groups(model: ModelConfig, plan: ParallelPlan, groups: Mapping[str, int]) -> str | None:
+    """Why ranks of tp cannot each have whole groups of the inputs that share a scale. `groups`: of so many inputs, by
+    the names of the matrices that have some."""
+    for layer, weight in ((i, weight) for i in range(model.layers) for weight in layer_weights(model.of_layer(i))):
+        name, inputs = f"layers.{layer}.{weight.name}", weight.inputs // plan.tp
+        is_cut = weight.split == "row" and not (plan.routes_apart and weight.is_routed)
+        if is_cut and inputs % groups.get(name, 1):
+            return (
+                f"tp is {plan.tp}: {name}: groups of {groups[name]} do not divide the {inputs} inputs of a rank; use "
+                f"groups of {inputs} or a divisor of it, or a scale per channel (int8), or set a smaller tp"
+            )
+    return None
+
+
 def cp_exchanges(model: ModelConfig, tp: int, cp: int) -> list[ContextExchange]:
     """How ranks that share sequences can exchange, each way once: where all or none of them share out heads, heads and
     a ring together are one of these."""

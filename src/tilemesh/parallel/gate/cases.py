@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +12,7 @@ from tilemesh.core.plan import ParallelPlan, Precision
 from tilemesh.core.shard import share
 from tilemesh.core.step.book import find, synchronous
 from tilemesh.model.config import ModelConfig
+from tilemesh.model.work.weights import parameter_shapes, why_not, why_not_groups
 
 STEPS = 3
 ROWS = 18  # a step's batch: no replica count divides it, so replicas hold unequal numbers of rows
@@ -209,6 +211,13 @@ class Case:
             return config.replace(layers=plan.chunks + 1)
         return config.replace(layers=5) if plan.has_chunks or plan.recompute_every != 1 else config
 
+    @property
+    def why_not(self) -> str | None:
+        """Why the layout cannot exist for the model, or for codes of such groups."""
+        config, group = self.config, re.search(r"-g(\d+)", self.weights)
+        groups = {name.removesuffix(".weight"): int(group[1]) for name in parameter_shapes(config)} if group else {}
+        return why_not(config, self.layout) or why_not_groups(config, self.layout, groups)
+
 
 def _words(plan: ParallelPlan) -> str:
     words = f"dp={plan.dp} tp={plan.tp}" + (f" pp={plan.pp} {plan.schedule}" if plan.pp > 1 else "")
@@ -392,7 +401,8 @@ def cases(ranks: int, models: Sequence[str] = (), precision: str = "fp64") -> li
     piped = [layout for n in counts for layout in pipelines(n)]
     for name in OF_EXPERTS:
         if name in chosen:
-            every += [Case(name, *pair) for n in counts for pair in spread_experts(n)[:: 1 + (name != "spread")]]
+            pairs = [pair for n in counts for pair in spread_experts(n)[:: 1 + (name != "spread")]]
+            every += [case for case in (Case(name, *pair) for pair in pairs) if case.why_not is None]
     every += [Case(names[place % len(names)], layout) for place, layout in enumerate(piped if names else ())]
     every += [case for n in counts for case in shared_sequences(n) if case.model in names]
     if precision != "fp64":
@@ -406,7 +416,7 @@ def _next_that_takes(layout: ParallelPlan, below: str, names: Sequence[str], at:
     """The models in turn from this place on, without those whose matrices cannot be cut so.
 
     In 8 bits ranks of tp would each cast their own part of the gradient of keys, values or latents that several hold
-    (`train/conflicts.py` refuses it); groups of 4 along latents and shared experts do not divide by more than 2.
+    (`train/conflicts.py` refuses it); blocks of 4 along latents and shared experts do not divide by more than 2.
     """
 
     def takes(config: ModelConfig) -> bool:
