@@ -8,10 +8,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -24,7 +26,7 @@ from tilemesh.align.generate import Generator, unpacked_bytes
 from tilemesh.align.job import fit
 from tilemesh.align.rank import train_here
 from tilemesh.align.record import note_begin, note_drawn, read_events
-from tilemesh.align.stream import BATCH, WEIGHTS, EngineEvent
+from tilemesh.align.stream import BATCH, WEIGHTS, AnswerStream, EngineEvent
 from tilemesh.cli.commands.plan.grade import grade_run
 from tilemesh.cli.main import main
 from tilemesh.comm import run_threads
@@ -51,7 +53,9 @@ from tilemesh.runs.names import DRAWING, FEEDBACK, METRICS, ROLLOUTS, SAMPLES, S
 from tilemesh.runs.phases import predicted_phases
 from tilemesh.runs.reader import open_checkpoint
 from tilemesh.serve.config import EngineConfig
+from tilemesh.serve.jobs import AnswerPart, PromptJob
 from tilemesh.serve.load import ServedModel, load_served
+from tilemesh.serve.request import FinishReason, Sampling
 
 QUICK = (
     "align.task=sort", "align.prompts=4", "align.answers=4", "align.held_out=2", "align.pass_k=2", "train.steps=4",
@@ -335,3 +339,94 @@ def test_the_best_placement_is_one_that_runs(
     words = ["align", str(start), "--placement", "auto", "--mesh", "dp=2", "--dry-run"]
     assert main([*words, "--set", ",".join(QUICK)]) == 0
     assert f"placement: {ranked[0].placement.kind}" in " ".join(capsys.readouterr().out.split())
+
+
+# ---- a stream whose engine takes its steps when told to --------------------------------------------------------------
+
+
+class SteppedEngine:
+    """Answers nothing by itself: a test says when a step begins, and what ends in it."""
+
+    version, alive = 0, True
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.tells: list[Callable[[AnswerPart], None]] = []
+        self.step: Callable[[int, bool], None] = lambda taken, busy: None
+
+    def drive(self, before: Callable[[int, bool], None]) -> None:
+        self.step = before
+
+    def together(self) -> threading.RLock:
+        return self.lock
+
+    def submit(self, tokens: list[int], sampling: Any, tell: Any, **options: Any) -> PromptJob:
+        self.tells.append(tell)
+        return PromptJob(tokens, sampling, 0, tell)
+
+    def answer(self, words: str) -> None:
+        """To the prompt that waits longest."""
+        self.tells.pop(0)(AnswerPart(0, words, (1,), (), FinishReason.STOP))
+
+    def idle(self, *given: Any) -> None:
+        pass
+
+    abort = wake_up = change_weights = close = idle
+
+
+class SpokenPart:
+    """One prompt of a batch; its conversation goes on for so many turns."""
+
+    def __init__(self, number: int, turns: int, hold: threading.Event) -> None:
+        self.number, self.turns, self.hold, self.texts = number, turns, hold, list[str]()
+
+    def asked(self, turn: int) -> list[Any]:
+        return [([1], Sampling())]
+
+    def add(self, turn: int, completions: Any) -> None:
+        self.texts += [completion.answers[0].text for completion in completions]
+
+    def hear(self, turn: int) -> bool:
+        return turn < self.turns
+
+    def scored(self) -> bytes:
+        assert self.hold.wait(10)
+        return f"{self.number}: {' '.join(self.texts)}".encode()
+
+
+@dataclasses.dataclass
+class Spoken:
+    """In place of `Answers`."""
+
+    turns: int = 1
+    hold: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+    def batch(self, number: int) -> int:
+        return number
+
+    def begin(self, batch: int, part: int, parts: int) -> SpokenPart:
+        return SpokenPart(batch, self.turns, self.hold)
+
+
+def stepped(turns: int = 1, is_held: bool = False) -> tuple[SteppedEngine, AnswerStream, Spoken]:
+    engine, spoken = SteppedEngine(), Spoken(turns)
+    if not is_held:
+        spoken.hold.set()
+    return engine, AnswerStream(cast(Any, engine), cast(Any, spoken), 0, 1), spoken
+
+
+def test_answers_of_a_life_that_ended_are_in_no_batch_of_the_next() -> None:
+    engine, stream, spoken = stepped(is_held=True)
+    stream.begin(0)
+    stream.give(1, {}, 2)
+    engine.step(0, False)
+    engine.answer("batch 0")  # whose scoring holds up what comes after it
+    engine.answer("of the first life")
+    stream.begin(1)
+    stream.give(1, {}, 2)
+    engine.step(5, False)
+    spoken.hold.set()
+    stream._beside.submit(int).result(10)
+    engine.answer("of the second")
+    assert stream.collect(BATCH, 1) == b"1: of the second"
+    stream.close()

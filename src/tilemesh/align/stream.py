@@ -211,7 +211,7 @@ class AnswerStream:
                 return
             self._left[key] -= 1
             if not self._left[key]:
-                self._beside.submit(self._ended, key, turn, jobs[-len(asked) :], heard)
+                self._beside.submit(self._ended, life, key, turn, jobs[-len(asked) :], heard)
 
         with self._engine.together():
             for own, (tokens, sampling) in zip(heard, asked, strict=True):
@@ -220,22 +220,24 @@ class AnswerStream:
 
     # ---- beside it -------------------------------------------------------------------------------------------------
 
-    def _ended(self, key: Key, turn: int, jobs: list[PromptJob], heard: list[list[AnswerPart]]) -> None:
+    def _ended(self, life: int, key: Key, turn: int, jobs: list[PromptJob], heard: list[list[AnswerPart]]) -> None:
         """A turn is over: another one follows, or all of it is scored."""
         with self._changed:
+            if life != self._life:
+                return
             part, _ = self._under_way[key]
+        failed = Future[bytes]()
         try:
             part.add(turn, [collect(job, own) for job, own in zip(jobs, heard, strict=True)])
             goes_on = part.hear(turn + 1)
         except BaseException as error:
-            failed = Future[bytes]()
             failed.set_exception(error)
-            with self._changed:
-                self._drawn[key] = failed
-                self._changed.notify_all()
-            return
         with self._changed:
-            if goes_on:
+            if life != self._life:
+                return
+            if failed.done():
+                self._drawn[key] = failed
+            elif goes_on:
                 self._ready.append((*key, turn + 1))
             else:
                 self._finish(key)
