@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -26,6 +27,7 @@ from tilemesh.align.generate import Generator, unpacked_bytes
 from tilemesh.align.job import fit
 from tilemesh.align.rank import train_here
 from tilemesh.align.record import note_begin, note_drawn, read_events
+from tilemesh.align.source import RolloutSource
 from tilemesh.align.stream import BATCH, WEIGHTS, AnswerStream, EngineEvent
 from tilemesh.cli.commands.plan.grade import grade_run
 from tilemesh.cli.main import main
@@ -49,7 +51,7 @@ from tilemesh.runs.files import write_text
 from tilemesh.runs.folder import new_run, read_summary, write_prediction
 from tilemesh.runs.kind import ALIGN
 from tilemesh.runs.metrics import STEP, latest
-from tilemesh.runs.names import DRAWING, FEEDBACK, METRICS, ROLLOUTS, SAMPLES, SUMMARY
+from tilemesh.runs.names import CHECKPOINTS, DRAWING, FEEDBACK, METRICS, ROLLOUTS, SAMPLES, SUMMARY
 from tilemesh.runs.phases import predicted_phases
 from tilemesh.runs.reader import open_checkpoint
 from tilemesh.serve.config import EngineConfig
@@ -339,6 +341,28 @@ def test_the_best_placement_is_one_that_runs(
     words = ["align", str(start), "--placement", "auto", "--mesh", "dp=2", "--dry-run"]
     assert main([*words, "--set", ",".join(QUICK)]) == 0
     assert f"placement: {ranked[0].placement.kind}" in " ".join(capsys.readouterr().out.split())
+
+
+def source_in(folder: Path, config: AlignConfig, drawing: Any = None) -> RolloutSource:
+    """Without a model, prompts or ranks."""
+    laid: Any = SimpleNamespace(mesh=SimpleNamespace(comm=SimpleNamespace(rank=0)), module=torch.nn.Linear(1, 1))
+    nothing: Any = SimpleNamespace(fingerprint=str)
+    answers = SimpleNamespace(turns=SimpleNamespace(prompts=nothing), timed=nothing)
+    return RolloutSource(
+        config, laid, None, drawing or SimpleNamespace(answers=answers), nothing, nothing, nothing, folder
+    )
+
+
+def test_batches_that_were_drawn_outlast_the_first_one_that_is_read_again(start: Path, tmp_path: Path) -> None:
+    """Where each is good for several steps: nobody could draw them again."""
+    source = source_in(tmp_path, load(start, sets=[*QUICK, STREAM[0], "align.minibatches=4"]))
+    (tmp_path / ROLLOUTS).mkdir()
+    files = [source._early_file(number) for number in range(9)]
+    for file in files:
+        file.touch()
+    (tmp_path / CHECKPOINTS / "step-00000013").mkdir(parents=True)
+    source._forget_files(4)
+    assert [file.is_file() for file in files] == [False] * 3 + [True] * 6
 
 
 # ---- a stream whose engine takes its steps when told to --------------------------------------------------------------

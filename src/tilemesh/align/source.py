@@ -448,10 +448,9 @@ class RolloutSource(Source):
     def _forget_files(self, iteration: int) -> None:
         """Those that no checkpoint would go on with."""
         begun = [step // self.align.steps_per_batch for step, _ in checkpoints(self.folder / CHECKPOINTS)]
-        needed = {self._kept_file(each) for each in (*begun, iteration)}
-        needed |= {self._early_file(each) for each in range(min(begun, default=0), iteration + 2)}
+        kept, first = {self._kept_file(each) for each in (*begun, iteration)}, self._early_file(min(begun, default=0))
         for file in (self.folder / ROLLOUTS).glob("*-*.safetensors"):
-            if file not in needed:
+            if file.name < first.name if file.name.startswith("drawn") else file not in kept:
                 file.unlink(missing_ok=True)
 
 
