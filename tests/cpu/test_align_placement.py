@@ -148,6 +148,17 @@ def test_a_run_ahead_that_was_stopped_goes_on_as_if_it_had_not_been(start: Path,
     assert [line["age"] for line in steps_of(parts)] == [0, 1, 1, 1]
 
 
+def test_what_was_drawn_under_other_settings_is_not_trained_on(start: Path, tmp_path: Path) -> None:
+    """A resumed run with another learning rate says so, and draws anew by the weights of its checkpoint."""
+    more, said = (AHEAD, "align.held_out=0", "train.steps=3"), list[Any]()
+    run = on_ranks(start, tmp_path / "run", *more, stop_after=1)
+    (kept,) = (run / ROLLOUTS).glob("drawn-*")
+    on_ranks(start, run, *more, "optimizer.lr=0.01", resume=True, emit=said.append)
+    assert not kept.is_file()
+    assert [line["age"] for line in steps_of(run)] == [0, 0, 1]
+    assert "batches that were drawn under other settings are deleted: 1" in [each.get("text") for each in said]
+
+
 def test_an_asynchronous_run_is_what_a_serial_replay_of_it_does(start: Path, tmp_path: Path) -> None:
     """Also one that was stopped and went on; and with two engines, several steps per batch and a critic."""
     run = on_ranks(start, tmp_path / "run", *STREAM, stop_after=3)

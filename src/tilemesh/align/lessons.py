@@ -164,7 +164,7 @@ class FeedbackLessons(Lessons):
         return f"{align.algorithm} ({paper}): {align.task}, {each}{used}"
 
     def notes(self) -> str:
-        return ""
+        return "" if self._rollouts is None else self._rollouts.notes
 
     def sample(self, loop: Loop) -> str | None:
         return None

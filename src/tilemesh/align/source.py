@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import sys
 from collections import Counter
@@ -104,6 +105,11 @@ class RolloutSource(Source):
         self._events = {} if self.align.repeats is None else read_events(self.align.repeats, engines)
         self._held_out_at: set[int] = set()
         """Versions by which held-out prompts are answered again."""
+        run = config.training
+        settings = (self.align, run.model, run.data, run.optimizer, run.lora, run.context, run.train.steps)
+        self._drawn_under = hashlib.sha256(repr((self.fingerprint(), *settings)).encode()).hexdigest()[:16]
+        """What decides weights and answers: no batch counts that others have drawn."""
+        self.notes = self._forget_strange() if self.mesh.comm.rank == 0 else ""
 
     def fetch(self, number: int) -> list[Microbatch]:
         align = self.align
@@ -443,7 +449,15 @@ class RolloutSource(Source):
         return self.folder / ROLLOUTS / f"batch-{iteration:08d}.safetensors"
 
     def _early_file(self, iteration: int) -> Path:
-        return self.folder / ROLLOUTS / f"drawn-{iteration:08d}.safetensors"
+        return self.folder / ROLLOUTS / f"drawn-{iteration:08d}-{self._drawn_under}.safetensors"
+
+    def _forget_strange(self) -> str:
+        """Batches that were drawn under other settings than those of now; what there is to say of it."""
+        files = [*(self.folder / ROLLOUTS).glob("drawn-*.safetensors")]
+        strange = [file for file in files if not file.stem.endswith(f"-{self._drawn_under}")]
+        for file in strange:
+            file.unlink(missing_ok=True)
+        return f"batches that were drawn under other settings are deleted: {len(strange)}" if strange else ""
 
     def _forget_files(self, iteration: int) -> None:
         """Those that no checkpoint would go on with."""
