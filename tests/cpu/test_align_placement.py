@@ -166,8 +166,12 @@ def test_an_asynchronous_run_is_what_a_serial_replay_of_it_does(start: Path, tmp
     assert [line["step"] for line in steps_of(run)] == list(range(1, 7))
     assert all(line["oldest"] <= 2 for line in steps_of(run))
     assert_alike(on_ranks(start, tmp_path / "replay", *STREAM[1:], f"align.repeats={run}"), run, exact=True)
-    more = (*STREAM[1:], "align.algorithm=ppo", "align.minibatches=2", "align.epochs=1")
-    run = on_ranks(start, tmp_path / "two", STREAM[0], *more, "align.rollout_ranks=2", mesh="dp=2")
+    more = (*STREAM[1:], "align.algorithm=ppo", "align.minibatches=4", "align.epochs=1", "checkpoint.every=0",
+            "train.steps=9")  # fmt: skip
+    two = partial(on_ranks, start, tmp_path / "two", STREAM[0], *more, "align.rollout_ranks=2", mesh="dp=2")
+    two(stop_after=5)
+    run = two(resume=True)
+    assert read_events(run, 2).keys() == {0, 2}  # what was evaluated within batch 1 began none of it again
     replay = on_ranks(start, tmp_path / "again", *more, f"align.repeats={run}", mesh="dp=2")
     assert_alike(replay, run, exact=True)
     with pytest.raises(UsageError, match="begin a new run"):

@@ -148,7 +148,7 @@ class RolloutSource(Source):
         self._finish_drawing()
         seconds = dict(self._timed.seconds)  # an evaluation is no part of a step
         version = self._steps_done + 1
-        self._renew(self._steps_done // self.align.steps_per_batch, version, is_batch=False)
+        self._renew(-(-self._steps_done // self.align.steps_per_batch), version, is_batch=False)
         self.drawing.begin(self.drawing.answers.held_out(), version)
         pieces = self.drawing.finish()
         self._note_drawn(HELD_OUT, version)
