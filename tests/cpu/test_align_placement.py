@@ -469,3 +469,15 @@ def test_answers_of_a_life_that_ended_are_in_no_batch_of_the_next() -> None:
     engine.answer("of the second")
     assert stream.collect(BATCH, 1) == b"1: of the second"
     stream.close()
+
+
+def test_what_a_repeated_run_never_drew_is_not_waited_for() -> None:
+    engine, stream, _ = stepped()
+    stream.begin(0, [EngineEvent(0, WEIGHTS, 1), EngineEvent(0, BATCH, 0)])
+    stream.give(1, {}, 3)
+    engine.step(0, False)
+    engine.answer("yes")
+    assert stream.collect(BATCH, 0) == b"0: yes"
+    with pytest.raises(RunError, match="ended before batch 1 was drawn"):
+        stream.collect(BATCH, 1)
+    stream.close()

@@ -103,6 +103,10 @@ class AnswerStream:
         """A batch, or what is held out, when all of it has been drawn and scored."""
         with self._changed:
             while (kind, number) not in self._drawn:
+                if self._to_do == [] and (kind, number) not in self._under_way:
+                    raise RunError(
+                        f"align.repeats: that run ended before {kind} {number} was drawn: set train.steps lower"
+                    )
                 if self._lacks and self._left.get((kind, number)) and not self._weights:
                     raise RunError(
                         f"events to repeat want weights of version {self._lacks} before {kind} {number} ends"
