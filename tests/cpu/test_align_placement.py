@@ -403,9 +403,9 @@ class SteppedEngine:
         self.tells.append(tell)
         return PromptJob(tokens, sampling, 0, tell)
 
-    def answer(self, words: str) -> None:
+    def answer(self, words: str, finish: FinishReason = FinishReason.STOP) -> None:
         """To the prompt that waits longest."""
-        self.tells.pop(0)(AnswerPart(0, words, (1,), (), FinishReason.STOP))
+        self.tells.pop(0)(AnswerPart(0, words, (1,), (), finish, error=words))
 
     def idle(self, *given: Any) -> None:
         pass
@@ -481,3 +481,54 @@ def test_what_a_repeated_run_never_drew_is_not_waited_for() -> None:
     with pytest.raises(RunError, match="ended before batch 1 was drawn"):
         stream.collect(BATCH, 1)
     stream.close()
+
+
+def begun_again(turns: int, *more: tuple[Any, ...]) -> tuple[SteppedEngine, AnswerStream]:
+    """Two batches, and what follows."""
+    engine, stream, _ = stepped(turns)
+    stream.begin(0, [EngineEvent(*each) for each in ((0, WEIGHTS, 1), (0, BATCH, 0), (0, BATCH, 1), *more)])
+    stream.give(1, {}, 2)
+    engine.step(0, False)
+    return engine, stream
+
+
+def test_a_record_that_ends_between_turns_is_repeated_to_its_end() -> None:
+    engine, stream = begun_again(2, (5, BATCH, 0, 1))
+    engine.answer("yes")
+    engine.answer("no")
+    stream._beside.submit(int).result(10)
+    engine.step(5, False)
+    engine.answer("indeed")
+    stream.wait_stalled()
+    assert stream.collect(BATCH, 0) == b"0: yes indeed"
+    with pytest.raises(RunError, match="ended before batch 1 was drawn"):
+        stream.collect(BATCH, 1)
+    stream.close()
+
+
+@pytest.mark.parametrize(
+    ("turns", "then", "finish", "words"),
+    [
+        (1, (5, BATCH, 0, 1), FinishReason.STOP, "its conversations ended"),
+        (2, (5, WEIGHTS, 2), FinishReason.STOP, "weights of version 2 before batch 0 ends"),
+        (1, (5, BATCH, 0, 1), FinishReason.ERROR, "could not answer: yes"),
+    ],
+    ids=["ends too soon", "goes on", "fails"],
+)
+def test_conversations_that_go_otherwise_than_recorded_are_not_waited_for(
+    turns: int, then: tuple[Any, ...], finish: FinishReason, words: str
+) -> None:
+    engine, stream = begun_again(turns, then)
+
+    def drawn() -> bytes:
+        stream.wait_stalled()
+        return stream.collect(BATCH, 0)
+
+    engine.answer("yes", finish)
+    stream._beside.submit(int).result(10)
+    step = threading.Thread(target=engine.step, args=(5, False), daemon=True)
+    step.start()
+    with pytest.raises(RunError, match=words):
+        drawn()
+    stream.close()
+    step.join(10)

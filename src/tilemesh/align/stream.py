@@ -62,7 +62,7 @@ class AnswerStream:
         self._lacks = 0
         """The version that is waited for where events say what to do."""
         self._life = 0
-        self._problem = ""
+        self._problem: BaseException | None = None
         self._closing = False
         self._beside = ThreadPoolExecutor(1, "tilemesh-answers")
         engine.drive(self._before)
@@ -103,11 +103,12 @@ class AnswerStream:
         """A batch, or what is held out, when all of it has been drawn and scored."""
         with self._changed:
             while (kind, number) not in self._drawn:
-                if self._to_do == [] and (kind, number) not in self._under_way:
+                is_going = (kind, number) in self._going()
+                if self._to_do == [] and not is_going:
                     raise RunError(
                         f"align.repeats: that run ended before {kind} {number} was drawn: set train.steps lower"
                     )
-                if self._lacks and self._left.get((kind, number)) and not self._weights:
+                if self._lacks and not self._weights and (self._left.get((kind, number)) or not is_going):
                     raise RunError(
                         f"events to repeat want weights of version {self._lacks} before {kind} {number} ends"
                     )
@@ -121,7 +122,7 @@ class AnswerStream:
     def wait_stalled(self) -> None:
         """Until nothing more can be done with the weights that were given: the engine then takes no step."""
         with self._changed:
-            while not (self._lacks or (not self._to_do and not self._under_way)):
+            while not self._lacks and (self._to_do or self._going()):
                 self._wait()
 
     def happened(self) -> list[EngineEvent]:
@@ -137,13 +138,19 @@ class AnswerStream:
         self._engine.close()
         self._beside.shutdown()
 
+    def _going(self) -> set[Key]:
+        """What is under way, and not between turns: without an event that begins the next one it stays there."""
+        return self._under_way.keys() - {turn[:2] for turn in self._ready}
+
     def _wait(self) -> None:
-        self._changed.wait(1.0)
         self._check()
+        self._changed.wait(1.0)
 
     def _check(self) -> None:
-        if self._problem or not self._engine.alive:
-            raise RunError(self._problem or "the engine that draws answers has ended")
+        if self._problem is not None:
+            raise self._problem
+        if not self._engine.alive:
+            raise RunError("the engine that draws answers has ended")
 
     # ---- in the engine's thread ------------------------------------------------------------------------------------
 
@@ -156,7 +163,8 @@ class AnswerStream:
             step = taken - self._begun_at
             if self._to_do and not busy and self._to_do[0].step > step:
                 event = self._to_do[0]
-                self._problem = f"events to repeat have {event}, and the engine has nothing to do at step {step}"
+                words = f"events to repeat have {event}, and the engine has nothing to do at step {step}"
+                self._problem = RunError(words)
             for event in self._due(step) if self._to_do is None else self._again(step, self._to_do):
                 self._events.append(event)
                 self._do(event)
@@ -181,6 +189,8 @@ class AnswerStream:
             elif not event.turn or event[1:] in self._ready:
                 yield to_do.pop(0)
                 continue
+            elif event[1:3] not in self._under_way:
+                self._problem = RunError(f"events to repeat have {event}, and its conversations ended before")
             self._changed.notify_all()
             self._changed.wait()
 
@@ -230,17 +240,16 @@ class AnswerStream:
             if life != self._life:
                 return
             part, _ = self._under_way[key]
-        failed = Future[bytes]()
         try:
             part.add(turn, [collect(job, own) for job, own in zip(jobs, heard, strict=True)])
-            goes_on = part.hear(turn + 1)
+            goes_on, problem = part.hear(turn + 1), None
         except BaseException as error:
-            failed.set_exception(error)
+            goes_on, problem = False, error
         with self._changed:
             if life != self._life:
                 return
-            if failed.done():
-                self._drawn[key] = failed
+            if problem is not None:
+                self._problem = problem
             elif goes_on:
                 self._ready.append((*key, turn + 1))
             else:
