@@ -64,7 +64,7 @@ def start(config: ModelConfig, precision: Precision) -> dict[str, Tensor]:
             value[:busy] *= 8
             # Of two pairs one each is above 0 for every token, so where there are two the last expert is never picked.
             # Not by as much as the other is below: sigmoids of s and -s add up to 1, and all such groups would tie.
-            value[1:busy:2] = value[0 : busy // 2 * 2 : 2] / -2
+            value[1:busy:2] = -2 * value[0 : busy // 2 * 2 : 2]
             value[-1] *= 1e-3
         if name.endswith(("router.bias", "router.shift.weight")):
             value[-1] = -2  # nor here
