@@ -532,3 +532,12 @@ def test_conversations_that_go_otherwise_than_recorded_are_not_waited_for(
         drawn()
     stream.close()
     step.join(10)
+
+
+def test_why_a_prompt_cannot_be_asked_is_said(start: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(f'{{"prompt": "{"long" * 9}"}}\n')
+    (tmp_path / "pay.py").write_text("def score(prompt, answer, case):\n    return 1\n")
+    sets = ("align.held_out=0", f"align.prompts_file={file}", f"align.task={tmp_path / 'pay.py'}:score")
+    with pytest.raises(UsageError, match="a prompt of 36 tokens and answers of up to 24"):
+        on_ranks(start, tmp_path / "run", *STREAM, *sets)

@@ -156,6 +156,8 @@ class AnswerStream:
 
     def _before(self, taken: int, busy: bool) -> None:
         with self._changed:
+            if self._problem is not None:
+                return
             if self._begun_at is None:
                 if busy:
                     return
@@ -165,9 +167,12 @@ class AnswerStream:
                 event = self._to_do[0]
                 words = f"events to repeat have {event}, and the engine has nothing to do at step {step}"
                 self._problem = RunError(words)
-            for event in self._due(step) if self._to_do is None else self._again(step, self._to_do):
-                self._events.append(event)
-                self._do(event)
+            try:
+                for event in self._due(step) if self._to_do is None else self._again(step, self._to_do):
+                    self._events.append(event)
+                    self._do(event)
+            except Exception as error:  # said by whoever waits
+                self._problem = error
             self._changed.notify_all()
 
     def _due(self, step: int) -> Iterator[EngineEvent]:
