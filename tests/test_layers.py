@@ -93,7 +93,7 @@ MOST_LINES = {
     "compress": 1_814,
     "train": 9_152,
     "serve": 9_742,
-    "align": 4_314,
+    "align": 4_319,
     "report": 6_328,
     "bench": 9_268,
     "cli": 6_897,

@@ -541,3 +541,15 @@ def test_why_a_prompt_cannot_be_asked_is_said(start: Path, tmp_path: Path) -> No
     sets = ("align.held_out=0", f"align.prompts_file={file}", f"align.task={tmp_path / 'pay.py'}:score")
     with pytest.raises(UsageError, match="a prompt of 36 tokens and answers of up to 24"):
         on_ranks(start, tmp_path / "run", *STREAM, *sets)
+
+
+def test_a_closed_stream_asks_nothing_more() -> None:
+    """Where a turn ended while it was closed."""
+    engine, stream, _ = stepped(turns=2)
+    stream.begin(0)
+    stream.give(1, {}, 1)
+    engine.step(0, False)
+    engine.answer("yes")
+    stream.close()
+    engine.step(5, False)
+    assert engine.tells == []

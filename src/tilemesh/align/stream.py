@@ -156,7 +156,7 @@ class AnswerStream:
 
     def _before(self, taken: int, busy: bool) -> None:
         with self._changed:
-            if self._problem is not None:
+            if self._closing or self._problem is not None:
                 return
             if self._begun_at is None:
                 if busy:
