@@ -32,8 +32,10 @@ _ANNOTATIONS = {"title", "description", "default", "examples", "$comment", "depr
 _CONTROL = re.compile(r"\\u00[01]|\\\\(x[01{]|u00[01]|u\{|c|0|v|a)")
 """In JSON: characters below the blank, themselves or in a pattern. The library drops those that need a `\\u`."""
 _CLOCK = "([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\\.[0-9]{1,6})?(Z|[+-](0[0-9]|1[0-4]):[0-5][0-9])$"
-_FORMATS = {"date": "^[12]", "time": f"^{_CLOCK}", "date-time": f"^[12].{{9}}T{_CLOCK}"}
-"""Beside a format: of these the library also writes some that few can read, such as the year 0 and the second 60."""
+_DATE = "[12].{3}-((0[13-9]|1[0-2])-..|02-([01].|2[0-8]))"
+_FORMATS = {"date": f"^{_DATE}$", "time": f"^{_CLOCK}", "date-time": f"^{_DATE}T{_CLOCK}"}
+"""Beside a format: of these the library also writes some that few can read, such as the year 0, the second 60 and a
+29 February of any year."""
 
 
 def prepare_schema(schema: Any) -> Any:
@@ -52,7 +54,7 @@ class _Document:
         if any(isinstance(part, Mapping) and id(part) not in self.schemas for part in map(self._target, schemas)):
             raise UsageError("a $ref leads to what is no schema of this document, such as an example")
         patterns = sum(("pattern" in schema) + ("format" in schema) for schema in schemas)
-        if min(patterns, sum(map(_joined, schemas))) > _MOST_PATTERNS:
+        if min(patterns, sum(max(0, _joined(schema) - 1) for schema in schemas)) > _MOST_PATTERNS:
             raise UsageError("it has too many patterns beside an allOf or $ref: merge these schemas into one")
         steps = [re.sub(r"\D", "", repr(schema.get("multipleOf", 1))).strip("0") for schema in schemas]
         if math.prod(int(step or 1) for step in steps) > _MOST_STATES:
