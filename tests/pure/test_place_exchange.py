@@ -122,7 +122,7 @@ def require_equal(result: PlacedGraph, seed: int, outputs: Sequence[TensorPlacem
     parts = [scatter(*pair, result.axes, random) for pair in zip(arrays, lie, strict=True)]
     ranks = range(ranks_of(result.axes))
     graphs = [local_graph(result, rank, outputs) for rank in ranks]
-    fewer = [combined(graph, fewest=2) for graph in graphs]
+    fewer = [combined(graph, graphs[0], fewest=2) for graph in graphs]
     for programs in (graphs, fewer):
         made = run_ranks(programs, [[part[rank] for part in parts] for rank in ranks], result.axes)
         placements = outputs or [result.placements[node] for node in result.graph.outputs]
@@ -245,6 +245,16 @@ def test_gradients_of_each_ranks_program_are_parts_of_the_whole_programs(ranks: 
             joined = got[0] if dim is None else np.concatenate(got, dim)
             np.testing.assert_allclose(joined, wanted[at], atol=1e-12, err_msg=way)
             assert dim is not None or all(np.array_equal(each, got[0]) for each in got), "all ranks have it"
+
+
+def test_ranks_with_uneven_parts_join_the_same_exchanges() -> None:
+    """129 rows of 512 float32 are above 256 KiB, 128 of another replica are not."""
+    x, *weights = tensor("x", 257, 2, dtype="float32"), *(tensor(name, 2, 512, dtype="float32") for name in "abc")
+    graph = Graph((x, *weights), tuple(make("exp", make("dot", x, weight)) for weight in weights))
+    result = placed(graph, (("tp", 2), ("dp", 2)), x="dp:S0,tp:S1", a="tp:S0", b="tp:S0", c="tp:S0")
+    graphs = [local_graph(result, rank) for rank in range(4)]
+    assert {ops(combined(local, graphs[0])) == ["all_reduce"] * 3 for local in graphs} == {True}
+    assert sorted(len(ops(combined(local))) for local in graphs) == [1, 1, 3, 3], "each by its own sizes"
 
 
 def test_bytes_of_a_program_are_those_that_its_placement_says() -> None:

@@ -198,7 +198,8 @@ class PlacedProgram:
         parts = local_graph(joint.placed, mesh.comm.rank, joint.outputs)
         self.entering = sum(name in trace.inputs for name in trace.gradients)
         self.device, graphs = generator.device, divided(with_generator(parts, generator), self.results)
-        self.programs = [combined(graph) for graph in graphs]
+        self._first = local_graph(joint.placed, 0, joint.outputs) if mesh.comm.rank else parts
+        self.programs = [combined(graph, self._first) for graph in graphs]
         self.exchanges = [node for graph in self.programs for node in graph.nodes() if node.op in EXCHANGES]
         self.forward, self.backward = self._functions(self.programs)
         self._backward = graphs[1]
@@ -211,7 +212,9 @@ class PlacedProgram:
     def halves(self) -> list[Callable[..., tuple[Tensor, ...]]]:
         """The backward program in two: gradients of inputs and what else it has made, then those of parameters (the
         first time a collective call)."""
-        self._halves = self._halves or self._functions(map(combined, halved(self._backward, self.entering)))
+        if not self._halves:
+            graphs = halved(self._backward, self.entering)
+            self._halves = self._functions(combined(graph, self._first) for graph in graphs)
         return self._halves
 
     def _functions(self, graphs: Iterable[Graph]) -> list[Callable[..., tuple[Tensor, ...]]]:

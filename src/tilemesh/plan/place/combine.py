@@ -7,7 +7,7 @@ all their bytes; what it costs is a copy into one piece of memory and out of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -27,10 +27,17 @@ FEWEST = 3
 """Gathers and scatters: one of n saves n - 1 latencies and takes n + 1 copies more; of sums only two."""
 
 
-def combined(graph: Graph, fewest: int = FEWEST) -> Graph:
-    """A rank's program with small exchanges in one, where nobody reads the first of them before the last begins."""
-    least = {"all_reduce": 2}
-    groups = [group for group in _groups(graph) if len(group) >= least.get(group[0].op, fewest)]
+def combined(graph: Graph, first: Graph | None = None, fewest: int = FEWEST) -> Graph:
+    """A rank's program with small exchanges in one, where nobody reads the first of them before the last begins.
+
+    first: the first rank's program, or more than this of it. Parts may be uneven, and what is small is small there: all
+    ranks join the same.
+    """
+    least, nbytes = {"all_reduce": 2}, {}
+    for node in (first or graph).nodes():
+        if node.op in _JOINED:
+            nbytes[node["serial"]] = _nbytes(node)
+    groups = [group for group in _groups(graph, nbytes) if len(group) >= least.get(group[0].op, fewest)]
     group_of = {node: group for group in groups for node in group}
     new: dict[Node, Node] = {}
 
@@ -46,24 +53,24 @@ def combined(graph: Graph, fewest: int = FEWEST) -> Graph:
     return Graph(graph.inputs, tuple(new[node] for node in graph.outputs))
 
 
-def _groups(graph: Graph) -> Iterator[list[Node]]:
+def _groups(graph: Graph, nbytes: Mapping[int, int]) -> Iterator[list[Node]]:
     """One is made where the last of a group is ready, before the first reader of any; inputs are always ready."""
     order = begun_early(graph)
     places, readers = {node: place for place, node in enumerate(order)}, users(order)
     early = of_inputs(order)
     kinds: dict[tuple[str, str, str], list[tuple[int, int, Node]]] = {}
     for node in order:
-        if node.op in _JOINED and _nbytes(node) <= MOST_BYTES:
+        if node.op in _JOINED and nbytes[node["serial"]] <= MOST_BYTES:
             ready = -1 if node in early else places[node]
             ends = min((places[reader] for reader in readers[node]), default=len(order))
             kinds.setdefault((node.op, str(node["axis"]), node.dtype), []).append((ready, ends, node))
     for same in kinds.values():
         group, until, total = list[Node](), len(order), 0
         for ready, ends, node in sorted(same, key=lambda each: each[:2]):
-            if group and (ready >= until or total + _nbytes(node) > MOST_TOGETHER):
+            if group and (ready >= until or total + nbytes[node["serial"]] > MOST_TOGETHER):
                 yield group
                 group, until, total = [], len(order), 0
-            group, until, total = [*group, node], min(until, ends), total + _nbytes(node)
+            group, until, total = [*group, node], min(until, ends), total + nbytes[node["serial"]]
         yield group
 
 

@@ -322,9 +322,8 @@ class PlacementSpace:
 
     def program(self, choice: Sequence[int], rank: int) -> Graph:
         """What one rank runs: its parts of the inputs in, its parts of the results out."""
-        return combined(
-            local_graph(self.placed(choice), rank, [self.result(each, choice) for each in self.graph.outputs])
-        )
+        placed, results = self.placed(choice), [self.result(each, choice) for each in self.graph.outputs]
+        return combined(local_graph(placed, rank, results), local_graph(placed, 0, results) if rank else None)
 
     def placed(self, choice: Sequence[int]) -> PlacedGraph:
         """The graph as it is placed by a choice for each variable."""
