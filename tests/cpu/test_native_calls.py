@@ -158,3 +158,28 @@ def test_the_driver_is_given_addresses_numbers_and_the_grid():
         assert seen == [(5, 1, 1, 128, 64, 77)]
     finally:
         functions.set_driver(0)
+
+
+def test_a_call_of_a_signature_is_made_once(monkeypatch):
+    """Under autocast, and when the runners that were used are set aside."""
+    functions, calls = native.NATIVE.functions, []
+
+    class Counted:
+        def new_call(self, *given):
+            calls.append(functions.new_call(*given))
+            return calls[-1]
+
+        def __getattr__(self, name):
+            return getattr(functions, name)
+
+    monkeypatch.setattr(native.NATIVE, "functions", Counted())
+    x, w = leaf(1, 16), leaf(16, 16, seed=1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(3):
+            kernels.row_linear(x, w, implementation="interpret")
+    assert len(calls) == 1
+    for _ in range(3):
+        runners = context.current.runners
+        runners.recent, runners.older = {}, runners.recent
+        kernels.rms_norm(x, leaf(16, seed=2), implementation="interpret")
+    assert len(calls) == 2

@@ -252,7 +252,7 @@ class _PreparedCall:
             return self.computation.compute(values)
         if self.asked:
             made = self.apply(self, values, addresses, *tensors)
-            if addresses and self.check_values is None:
+            if addresses and self.check_values is None and self.native is None:
                 self._go_native(tensors)
             return made
         made = self.run(values, tensors, addresses)
