@@ -266,6 +266,36 @@ def test_enlarged_pictures(shape: tuple[int, ...], settings: dict[str, Any], rep
     assert not (repeated and indexed)
 
 
+@pytest.mark.parametrize("gradients", [False, True], ids=["inference", "training"])
+def test_attention_gets_rows_whose_numbers_lie_together(gradients: bool) -> None:
+    """torch's kernel on a CPU reads others as if they did."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(*[x.transpose(-1, -2).contiguous()] * 3)
+
+    data, results = torch.randn(2, 4, 16, 24), []
+    for run in (turned, torch.compile(turned, backend=Backend())):
+        x = data.clone().requires_grad_(gradients)
+        y = run(x)
+        if gradients:
+            y.square().sum().backward()
+        results.append((y.detach(), x.grad))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 6000, 1, 6000), (2, 0, 2, 2, 2, 2), (2, 3, 2, 0, 2, 2), (2, 3, 2, 2, 2, 2)]
+)
+def test_sums_over_windows_are_those_of_torch(shape: tuple[int, ...]) -> None:
+    """A pooling adds one float32 after the other (16,777,216 of 36,000,000 ones), and nothing where nothing is."""
+    torch._dynamo.reset()
+    x = torch.ones(shape)
+    sums = torch.compile(lambda x: x.sum((3, 5)), backend=Backend())(x)
+    torch.testing.assert_close(sums, x.sum((3, 5)))
+
+
 def test_buckets_need_few_programs() -> None:
     from tilemesh.core.errors import UsageError
     from tilemesh.graph.buckets import SizeBuckets

@@ -69,6 +69,28 @@ def test_a_model_of_pictures_equals_eager(train: bool, layout: torch.memory_form
     assert (_lays(backend) > 0) == (train or layout is torch.contiguous_format)
 
 
+class OverChannels(nn.Module):
+    """Attention of channels to one another: its rows are pixels, which then lie apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(*[nn.Conv2d(8, 8, 3, padding=1) for _ in range(4)])
+        self.qkv = nn.Conv2d(8, 24, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        qkv = self.qkv(self.stem(x)).reshape(len(x), 3, 2, 4, 32 * 32).unbind(1)
+        return nn.functional.scaled_dot_product_attention(*qkv)
+
+
+def test_attention_reads_pictures_that_lie_otherwise() -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model, backend, x = OverChannels(), Backend(), torch.randn(2, 8, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, backend=backend)(x), model(x), rtol=1e-4, atol=1e-4)
+    assert _lays(backend)
+
+
 @pytest.mark.parametrize(("channels", "side", "groups"), [(64, 4, 1), (8, 64, 8)])
 def test_what_has_more_weights_than_pictures_or_groups_stays(channels: int, side: int, groups: int) -> None:
     torch._dynamo.reset()

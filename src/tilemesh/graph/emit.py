@@ -24,7 +24,7 @@ from tilemesh.graph.generated import RegionCall, prepare, run_without_data, way_
 from tilemesh.graph.ir import Graph, Node, users
 from tilemesh.graph.kernel_call import KernelCall, embedding_gradient, kernel_of
 from tilemesh.graph.memory import scheduled
-from tilemesh.graph.opaque import InputSlot, Laid, LayCall, Strides, operator_of, traced_strides, with_lays
+from tilemesh.graph.opaque import InputSlot, Laid, LayCall, Strides, call_of, traced_strides, with_lays
 from tilemesh.graph.ops import COMPARISONS, FLOATS, primitive
 from tilemesh.graph.rewrite import number_of
 from tilemesh.graph.size import numbers
@@ -269,7 +269,7 @@ class _SourceWriter:
         return f"torch.clamp_{'min' if node.op == 'maximum' else 'max'}({self._name(value)}, {bound})"
 
     def _opaque(self, node: Node) -> str:
-        target = operator_of(node["target"])
+        target = call_of(node["target"])
         if target is torch.ops.aten.embedding_dense_backward.default and self.device.type == "cuda":
             target = embedding_gradient
         if target is torch.ops.aten.mkldnn_rnn_layer.default and node["args"][-1] is True:
@@ -316,9 +316,14 @@ def _take_text(node: Node, table: str, index: str) -> str:
     return f"{table}.index_select(0, {index}.reshape(-1)).reshape({list(numbers(node.shape))})"
 
 
+_MOST_POOLED = 64
+
+
 def _sum_text(node: Node, x: str) -> str:
     sizes = numbers(node.inputs[0].shape)
-    if node["dims"] == (3, 5) and len(sizes) == 6 and node.dtype in FLOATS:  # of a picture's windows, as when enlarging
+    is_windows = node["dims"] == (3, 5) and len(sizes) == 6 and node.dtype in FLOATS
+    # Of a picture's windows, as when enlarging. A pooling adds one number after the other, and nothing of no picture.
+    if is_windows and all(sizes) and sizes[3] * sizes[5] <= _MOST_POOLED:
         batch, channels, height, taps, width, beside = sizes
         whole = f"{x}.reshape({batch}, {channels}, {height * taps}, {width * beside})"
         return f"torch._C._nn.avg_pool2d({whole}, ({taps}, {beside}), divisor_override=1)"

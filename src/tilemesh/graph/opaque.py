@@ -9,6 +9,7 @@ value whose strides are not the traced ones.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -45,6 +46,21 @@ def operator_of(name: str) -> Any:
     return namespace
 
 
+def call_of(name: str) -> Any:
+    """torch's operator of this name; where its kernel reads rows as if their numbers lay together, with such rows."""
+    operator = operator_of(name)
+    return partial(_with_rows_together, operator) if operator in _READS_ROWS else operator
+
+
+_READS_ROWS = (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,)
+"""Else they go by the strides."""
+
+
+def _with_rows_together(operator: Any, *args: Any, **named: Any) -> Any:
+    together = [x.contiguous() if isinstance(x, Tensor) and x.stride(-1) != 1 else x for x in args]
+    return operator(*together, **named)
+
+
 def run_opaque(node: Node, inputs: Sequence[Any]) -> Any:
     """What torch's own operator makes of these values, laid as it needs them."""
     given = [
@@ -58,7 +74,7 @@ def run_opaque(node: Node, inputs: Sequence[Any]) -> Any:
         return [filled(item) for item in value] if isinstance(value, tuple) else value
 
     named = {name: filled(value) for name, value in node["kwargs"]}
-    return operator_of(node["target"])(*[filled(value) for value in node["args"]], **named)
+    return call_of(node["target"])(*[filled(value) for value in node["args"]], **named)
 
 
 def operand_strides(node: Node) -> tuple[Strides | None, ...]:
