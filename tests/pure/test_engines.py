@@ -66,6 +66,7 @@ def test_what_is_shared_out_is_told_or_refused(name: str) -> None:
     assert is_told or "ep" in {refusal.field for refusal in engine.why_not(experts)}
 
 
+ONE_EXPERT = {"experts_per_token": 1, "router_groups": 1, "router_groups_per_token": 1}
 MIXED = ParallelPlan(dp=4, tp=4, ep=8, expert_tp=1, sequence_parallel=True, precision="bf16-master")
 
 
@@ -83,7 +84,12 @@ MIXED = ParallelPlan(dp=4, tp=4, ep=8, expert_tp=1, sequence_parallel=True, prec
             "moe-router-group-topk": 4, "moe-router-score-function": "sigmoid", "moe-router-topk-scaling-factor": 2.5,
             "moe-router-enable-expert-bias": True, "multi-latent-attention": True, "q-lora-rank": 1536,
             "kv-lora-rank": 512, "qk-head-dim": 128, "qk-pos-emb-head-dim": 64, "v-head-dim": 128,
+            "qk-layernorm": True, "rotary-percent": None,
         }),
+        ("deepseek-v3", {**ONE_EXPERT, "router_renormalized": False}, {"moe-router-topk": 1}),
+        ("deepseek-v3", ONE_EXPERT, "it weighs a token's only expert by its score"),
+        ("deepseek-v3", {"router_renormalized": False}, "it divides sigmoids of several experts"),
+        ("mixtral-8x7b", {"router_bias": True}, "its bias of experts goes with sigmoid scores"),
         ("deepseek-moe-16b", {}, {"moe-router-pre-softmax": True, "moe-shared-expert-intermediate-size": 2816}),
         ("mixtral-8x7b", {"expert_capacity": 1.25}, "it drops a microbatch's least likely tokens"),
         ("mixtral-8x7b", {"shared_width": 64, "shared_gate": True}, "its shared expert has no gate"),

@@ -256,8 +256,22 @@ _NOT_OF_MEGATRONS_EXPERTS = (
     ),
     Cannot(
         "model",
-        lambda job: job.model.router_scores == "sigmoid" and not job.model.router_renormalized,
+        lambda job: (
+            job.model.router_scores == "sigmoid"
+            and not job.model.router_renormalized
+            and job.model.experts_per_token > 1
+        ),
         "it divides sigmoids of several experts by their sum",
+    ),
+    Cannot(
+        "model",
+        lambda job: bool(job.model.experts) and job.model.router_renormalized and job.model.experts_per_token == 1,
+        "it weighs a token's only expert by its score, not by 1",
+    ),
+    Cannot(
+        "model",
+        lambda job: job.model.router_bias is True and job.model.router_scores != "sigmoid",
+        "its bias of experts goes with sigmoid scores alone",
     ),
     Cannot(
         "model",
@@ -295,12 +309,15 @@ MEGATRON = OtherEngine(
         Row("seq-length", lambda job: job.context),
         Row("position-embedding-type", lambda job: "rope" if job.model.positions == "rotary" else "learned_absolute"),
         Row("rotary-base", lambda job: int(job.model.rotary_base) if job.model.positions == "rotary" else None),
-        Row("rotary-percent", lambda job: job.model.rotary_fraction if job.model.rotary_fraction < 1 else None),
+        Row(
+            "rotary-percent",  # with latents it would be of the part that is turned
+            lambda job: None if job.model.latent_width or job.model.rotary_fraction == 1 else job.model.rotary_fraction,
+        ),
         Row("use-rope-scaling", lambda job: True if job.model.rotary_scaling == "llama3" else None),
         Row("rope-scaling-factor", lambda job: job.model.rotary_factor if job.model.rotary_factor > 1 else None),
         Row("normalization", lambda job: "RMSNorm" if job.model.norm == "rmsnorm" else "LayerNorm"),
         Row("norm-epsilon", lambda job: job.model.norm_epsilon),
-        Row("qk-layernorm", lambda job: True if job.model.qk_norm == "head" else None),
+        Row("qk-layernorm", lambda job: True if job.model.qk_norm == "head" or job.model.latent_width else None),
         *_MEGATRON_LATENT,
         *_MEGATRON_EXPERTS,
         Row("swiglu", lambda job: True if job.model.activation == "swiglu" else None),
