@@ -485,8 +485,8 @@ class Room:
         )
 
     def _begins_empty(self, plan: ParallelPlan) -> bool:
-        """Whether a step begins without gradients: one of torch's with one microbatch, where no shards of them stay."""
-        is_one = plan.accumulation == plan.pp == 1 and (plan.zero < 2 or plan.world == 1)
+        """Whether a step begins without gradients: one of torch's with one microbatch, where no buffers stay."""
+        is_one = plan.accumulation == plan.pp == 1 and (plan.zero == 1 or plan.world == 1)
         return is_one and self._device.kind == "gpu" and self.code(plan) != "fused"
 
     def _later_bytes(self, plan: ParallelPlan, rank: _RankNeeds) -> int:
