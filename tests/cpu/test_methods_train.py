@@ -433,6 +433,14 @@ def test_a_run_with_servers_that_is_out_of_time_goes_on_as_if_it_never_stopped(t
     assert_equal(tmp_path / "whole", tmp_path / "stopped", 0)
 
 
+def test_steps_of_servers_are_those_of_a_run_that_still_has_some(tmp_path: Path) -> None:
+    folder, kept = tmp_path / "run", []
+    for last, method in enumerate(("server", "synchronous"), start=1):
+        train(config(f"train.method={method}", f"train.steps={last}"), folder, resume=last > 1)
+        kept.append(open_checkpoint(folder).manifest.values.get("server_steps"))
+    assert kept == [[1], None]
+
+
 def test_a_first_worker_that_was_given_up_goes_on_where_the_others_are(tmp_path: Path) -> None:
     """It hangs after its second step for longer than servers wait; the other goes on to the end without it."""
     said = []

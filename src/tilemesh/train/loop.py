@@ -83,15 +83,16 @@ class Progress:
             self.evaluations_since_best = int(best["evaluations_since"])
 
     def values(self, stepper: Stepper, fingerprint: str) -> dict[str, Any]:
+        steps, of_servers = stepper.optimizer.steps, stepper.optimizer.server_steps
         return {
-            "position": self.position, "optimizer_steps": stepper.optimizer.steps, "scale": stepper.scale.state(),
+            "position": self.position, "optimizer_steps": steps, "scale": stepper.scale.state(),
             "loss": self.loss if math.isfinite(self.loss) else None, "data": fingerprint,
             "order": order_settings(stepper.config),
             "best": {
                 "step": self.best_step, "held_out": self.best_held_out,
                 "evaluations_since": self.evaluations_since_best,
             },
-        } | ({"server_steps": steps} if (steps := stepper.optimizer.server_steps) else {})  # fmt: skip
+        } | ({"server_steps": of_servers} if steps in of_servers else {})  # fmt: skip
 
 
 @dataclass
