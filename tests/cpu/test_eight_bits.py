@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
+from tilemesh.model import eight_bits
 from tilemesh.model.config import preset
 from tilemesh.model.eight_bits import BLOCK, GRADIENTS, VALUES, EightBits, cast, cast_blocks, fp8_words, in_8_bits
 from tilemesh.model.linear import Linear
@@ -170,3 +171,15 @@ def test_narrow_matrices_the_head_and_experts_stay_in_16_bits():
         "fp8: products with 0 of the layers' 72 matrices take 8 bits, the others are too narrow to gain by it; a CPU "
         "emulates them, slower than 16 bits"
     )
+
+
+def test_a_gpu_without_products_in_blocks_is_said_to_emulate_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, gpu = preset("llama-3-8b"), torch.device("cuda")
+    monkeypatch.setattr(eight_bits, "multiplies_blocks", lambda device: False)
+    assert fp8_words(model, "block", gpu).endswith(
+        "take 8 bits, the others are too narrow to gain by it; in blocks this GPU emulates them, slower than 16 bits: "
+        "plan.fp8_scales=row is faster"
+    )
+    assert "emulates" not in fp8_words(model, "row", gpu)
+    monkeypatch.setattr(eight_bits, "multiplies_blocks", lambda device: True)
+    assert "emulates" not in fp8_words(model, "block", gpu)

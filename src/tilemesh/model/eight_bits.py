@@ -258,7 +258,11 @@ def fp8_words(config: ModelConfig, by: Fp8Scales, device: torch.device) -> str:
     count = len(in_8_bits(config, by))
     words = f"fp8: products with {count} of the layers' {of} matrices take 8 bits"
     words += ", the others are too narrow to gain by it" if count < of else ""
-    return words + ("; a CPU emulates them, slower than 16 bits" if device.type == "cpu" else "")
+    if device.type == "cpu":
+        return words + "; a CPU emulates them, slower than 16 bits"
+    if by == "block" and not multiplies_blocks(device):
+        return words + "; in blocks this GPU emulates them, slower than 16 bits: plan.fp8_scales=row is faster"
+    return words
 
 
 def require_fp8(device: torch.device) -> None:
