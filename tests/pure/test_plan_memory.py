@@ -243,6 +243,11 @@ def test_gradients_that_come_after_the_fullest_moment() -> None:
         for more in ({}, {"zero": 1}, {"zero": 2}, {"zero": 1, "accumulation": 2})
     ]
     assert [bool(each.memory.later_bytes) for each in replicas] == [False, True, False, False]  # buffers stay
+    alone = [
+        predict(preset("gpt2-124m"), parse_cluster("1xh200"), ParallelPlan(**more), code="eager")
+        for more in ({"precision": "bf16"}, {"precision": "fp16"}, {"precision": "bf16", "offload": "activations"})
+    ]
+    assert [bool(each.memory.later_bytes) for each in alone] == [True, False, False]
 
 
 @pytest.mark.parametrize(

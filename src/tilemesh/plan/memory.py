@@ -486,7 +486,8 @@ class Room:
 
     def _begins_empty(self, plan: ParallelPlan) -> bool:
         """Whether a step begins without gradients: one of torch's with one microbatch, where no buffers stay."""
-        is_one = plan.accumulation == plan.pp == 1 and (plan.zero == 1 or plan.world == 1)
+        is_alone = plan.world == 1 and not plan.has_chunks and plan.precision != "fp16"
+        is_one = plan.accumulation == plan.pp == 1 and (plan.zero == 1 or is_alone)
         return is_one and self._device.kind == "gpu" and self.code(plan) != "fused"
 
     def _later_bytes(self, plan: ParallelPlan, rank: _RankNeeds) -> int:
