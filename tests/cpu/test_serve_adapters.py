@@ -215,6 +215,14 @@ def test_adapters_stay_through_sleep_and_new_weights(folders: Path) -> None:
         assert answers(engine, prompts, [asked(0), GREEDY]) != expected
         engine.update_weights(folders / "base")
         assert answers(engine, prompts, [asked(0), GREEDY]) == expected
+        engine._weights._on_gpu = True  # where an update takes the memory of all weights again, as zeros
+        engine.sleep(2)
+        with torch.inference_mode():
+            for parameter in engine.served.model.parameters():
+                parameter.zero_()
+        engine.update_weights(folders / "base")
+        engine.wake()
+        assert answers(engine, prompts, [asked(0), GREEDY]) == expected
 
 
 def test_what_is_no_adapter_of_this_model_is_refused_in_one_line(folders: Path, tmp_path: Path) -> None:

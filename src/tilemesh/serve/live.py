@@ -63,8 +63,7 @@ class LiveWeights:
             core.forget_computed()
         self._origin = None
         self._write(source)
-        if self._dropped:
-            self.write_adapters()
+        self.write_adapters()
         self._origin, self._dropped = source.origin, False
         core.renew(version)
         return version
