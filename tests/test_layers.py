@@ -90,7 +90,7 @@ MOST_LINES = {
     "plan": 9_042,
     "parallel": 10_350,
     "methods": 1_972,
-    "compress": 1_814,
+    "compress": 1_826,
     "train": 9_153,
     "serve": 9_744,
     "align": 4_319,

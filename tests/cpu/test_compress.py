@@ -19,7 +19,7 @@ from tilemesh.compress.factorize import factorize, factors, rank_of
 from tilemesh.compress.methods import MovedScales, awq_scales, clipped, gptq, output_error
 from tilemesh.compress.prune import check_writable, prune, sparsity_at
 from tilemesh.compress.quantize import quantize
-from tilemesh.compress.recipe import ActivationsRecipe, PruneRecipe, Recipe, WeightsRecipe, read_recipe
+from tilemesh.compress.recipe import ActivationsRecipe, PruneRecipe, RankRecipe, Recipe, WeightsRecipe, read_recipe
 from tilemesh.compress.shrink import shrink
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.lowbit import codes
@@ -459,6 +459,20 @@ def test_a_compressed_model_is_not_compressed_again(model, tokens):
     for again in (lambda: quantize(small, "int8"), lambda: prune(small, "mlp-25"), lambda: factorize(small, "rank-50")):
         with pytest.raises(UsageError, match="compressed already"):
             again()
+
+
+def test_matrices_of_latents_are_not_calibrated_by_what_enters_others():
+    """They had stayed as they were, or were fitted to what enters the queries'."""
+    config = ModelConfig(layers=1, width=16, heads=2, vocabulary=256, context=64, norm="rmsnorm", positions="rotary",
+                         activation="swiglu", biases=False, tied=False, head_width=6, rotary_fraction=1 / 3,
+                         latent_width=16)  # fmt: skip
+    plain, text = Transformer(config).requires_grad_(False), torch.zeros(8, 65, dtype=torch.long)
+    for recipe in ("int8-gptq", "int8-a8-smooth", "int8-mixed", "rank-50"):
+        with pytest.raises(UsageError, match="with latent attention by a recipe that looks at text"):
+            shrink(plain, recipe, text)
+    assert isinstance(shrink(plain, "int8").layers[0].attention.fc_latent.kind, FewBits)
+    for recipe in (Recipe(rank=RankRecipe(0.5, aware=False)), "mlp-25", "2:4"):
+        shrink(plain, recipe)(text[:, :-1])
 
 
 def test_a_module_that_is_no_transformer_is_refused(model):

@@ -241,6 +241,17 @@ def require_mlps(model: object, what: str) -> None:
         )
 
 
+def require_calibration(model: object, what: str) -> None:
+    """A Transformer of which it is known what enters every matrix of its layers: `SITES`."""
+    require_mlps(model, what)
+    assert isinstance(model, Transformer)
+    if model.config.latent_width:
+        raise UsageError(
+            f"cannot {what} a model with latent attention by a recipe that looks at text: what its latents are given "
+            "is not calibrated yet; take a recipe that does not, such as int8 or int4-g64, or rank.aware = false"
+        )
+
+
 def require_transformer(model: object, what: str) -> None:
     if not isinstance(model, Transformer):
         raise UsageError(

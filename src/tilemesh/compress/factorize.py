@@ -18,6 +18,7 @@ from tilemesh.compress.calibrate import (
     Trial,
     check_tokens,
     layer_by_layer,
+    require_calibration,
     require_mlps,
 )
 from tilemesh.compress.methods import DAMPING
@@ -55,7 +56,7 @@ def factors(weight: Tensor, rank: int, inputs: InputStatistics | None = None) ->
 def factorize(model: Transformer, recipe: str | Path | Recipe, tokens: Tensor | None = None) -> Transformer:
     """A copy whose matrices in the layers are products of thin ones. `tokens`: text, for `rank.aware`."""
     wanted = read_recipe(recipe).rank
-    require_mlps(model, "factorise")
+    (require_calibration if wanted.aware else require_mlps)(model, "factorise")
     require_plain(model, "factorisation")
     if not wanted.keep:
         raise UsageError("the recipe keeps matrices whole: set rank.keep to a share, such as 0.5")

@@ -19,7 +19,7 @@ from tilemesh.compress.calibrate import (
     layer_by_layer,
     mean_divergence,
     mean_loss,
-    require_mlps,
+    require_calibration,
     require_transformer,
 )
 from tilemesh.compress.methods import awq_scales, find_codes, output_error, smooth_factors
@@ -63,7 +63,7 @@ def quantize(
     recipe = read_recipe(recipe)
     require_transformer(model, "quantise")
     if recipe.needs_text:
-        require_mlps(model, "quantise")
+        require_calibration(model, "quantise")
     require_plain(model, "quantisation")
     shapes = matrix_shapes(model)
     schemes = chosen_schemes(recipe, shapes)
