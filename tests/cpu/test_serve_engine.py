@@ -564,6 +564,27 @@ def test_a_step_that_fails_ends_its_requests_and_frees_their_pages(
     assert only(engine.generate("a", Sampling(max_tokens=2))).answers[0].tokens
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("where", ["add", "step"])
+def test_an_engine_that_fails_tells_requests_that_it_never_began(
+    small: ServedModel, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    heard: list[AnswerPart] = []
+
+    def fail(*_: object) -> None:
+        engine.submit([3], Sampling(n=2), heard.append)  # it comes too late for this step
+        raise RunError("ranks were lost 6 times")
+
+    with Engine(small, pages=40) as engine:
+        monkeypatch.setattr(engine._core, where, fail)
+        with engine.together():
+            for prompt in ([1], [2]):
+                engine.submit(prompt, Sampling(n=2), heard.append)
+        engine._thread.join(20)
+    assert sorted(part.answer for part in heard) == [0, 0, 0, 1, 1, 1]
+    assert {(part.finish, part.error) for part in heard} == {(FinishReason.ERROR, "RunError: ranks were lost 6 times")}
+
+
 def test_a_closed_engine_has_told_everyone_and_takes_nothing(small: ServedModel) -> None:
     others = threading.enumerate()
     heard: list[AnswerPart] = []

@@ -52,7 +52,7 @@ from tilemesh.serve.load import (
 from tilemesh.serve.memory import choose_limits
 from tilemesh.serve.offline import Prompt, PromptTaker, SubmitOptions
 from tilemesh.serve.ranks import RankRunner
-from tilemesh.serve.request import Sampling
+from tilemesh.serve.request import FinishReason, Sampling
 from tilemesh.serve.runner import POOLINGS, Runner
 from tilemesh.serve.scheduler import QueueFullError, Scheduler, no_drafts
 from tilemesh.serve.speculate import DraftLengths, NgramGuesser
@@ -147,6 +147,7 @@ class Engine(PromptTaker):
         self._meeting = None if joint is None else joint.meeting
         self._lock = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
+        self._submitted: set[PromptJob] = set()  # those that have not begun
         self._unfinished = 0  # answers that were asked for and have not ended
         self._asked = 0
         self._closing = False
@@ -223,7 +224,13 @@ class Engine(PromptTaker):
             whole = options.get("whole", False)
             job = PromptJob(list(prompt), sampling, seed, self._counting(tell), constraint, number, whole)
             asked_ns = time.monotonic_ns()
-            self._inbox.append(lambda: self._core.add(job, max_tokens, priority, drawn, asked_ns))
+
+            def begin() -> None:
+                self._core.add(job, max_tokens, priority, drawn, asked_ns)
+                self._submitted.discard(job)
+
+            self._submitted.add(job)
+            self._inbox.append(begin)
             self._lock.notify()
         return job
 
@@ -526,7 +533,11 @@ class Engine(PromptTaker):
             with self._lock:
                 self._closing = True
                 self._inbox.clear()
-            self._core.fail_all(f"{type(error).__name__}: {error}")
+            why = f"{type(error).__name__}: {error}"
+            self._core.fail_all(why)
+            for job in self._submitted:
+                for number in range(len(job.answers), job.sampling.n):
+                    job.tell(AnswerPart(number, "", (), (), FinishReason.ERROR, None, why))
             raise
 
     def _take_steps(self) -> None:
