@@ -77,6 +77,18 @@ def test_gptq_loses_less_than_rounding_and_clipping_less_than_its_own_measure(na
     assert (back - weight).norm() <= (nearest - weight).norm() * (1 + 1e-6)
 
 
+@pytest.mark.parametrize("name", ["int4-g16", "int3-g16-affine", "nf4-g16", "fp8"])
+def test_gptq_leaves_weights_of_zero_at_zero(name):
+    """Those that pruning took: the errors of other columns had been put into them."""
+    weight = torch.randn(24, 64, generator=torch.Generator().manual_seed(1))
+    inputs, scheme = activations(2), parse_scheme(name)
+    weight.view(24, 16, 4)[:, :, ::2] = 0
+    made, nearest = gptq(weight, scheme, inputs), codes.rounded(weight, scheme)
+    better = codes.decode(made.codes, scheme, made.scales, made.zeros, torch.float32)
+    assert (better[weight == 0] == 0).all()
+    assert output_error(better - weight, inputs.gram) < output_error(nearest - weight, inputs.gram)
+
+
 def test_awq_is_never_worse_on_its_text():
     weight, inputs, scheme = (
         torch.randn(24, 64, generator=torch.Generator().manual_seed(1)),
@@ -336,6 +348,21 @@ def test_pruning_what_does_nothing_changes_nothing(model, tokens):
     before = whole(tokens[:2, :-1])
     for recipe in ("mlp-25", "heads-50"):
         torch.testing.assert_close(prune(whole, recipe)(tokens[:2, :-1]), before, rtol=1e-4, atol=1e-4)
+
+
+def test_sinks_of_scores_go_with_their_heads():
+    config = ModelConfig(layers=1, width=32, heads=4, vocabulary=256, context=64, kv_heads=2, norm="rmsnorm",
+                         positions="rotary", activation="swiglu", biases=False, tied=False, head_width=8,
+                         score_sink=True)  # fmt: skip
+    plain, text = Transformer(config).requires_grad_(False), torch.arange(20)[None]
+    attention = plain.layers[0].attention
+    attention.sinks.weight.copy_(torch.arange(4.0))
+    attention.fc_o.weight[:, :16] = 0
+    for part in (attention.fc_q, attention.fc_k, attention.fc_v):
+        part.weight[: len(part.weight) // 2] = 0
+    small = prune(plain, "heads-50")
+    assert small.layers[0].attention.sinks.weight.tolist() == [2, 3]
+    torch.testing.assert_close(small(text), plain(text))
 
 
 @pytest.mark.parametrize(("recipe", "zeros"), [("unstructured-75", 0.75), ("2:4", 0.5)])

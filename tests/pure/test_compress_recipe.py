@@ -45,6 +45,7 @@ def test_rules_are_looked_at_in_order_and_the_output_stays():
         ('[weights]\nscheme = "int8"\n[activations]\nstatic = true', "static without activations.scheme"),
         ('[weights]\nscheme = "int8"\nmethod = "awq"\n[activations]\nsmooth = 0.5', "choose one"),
         ('[weights]\nscheme = "int8"\n[rank]\nkeep = 0.5', "thin factors are not quantised"),
+        ('[prune]\nstructure = "2:4"\n[rank]\nkeep = 0.5', "a product of thin factors has no zeros"),
         ('[weights]\nscheme = "int4"\nchoices = ["int8"]', "choices without weights.bits"),
         ('[weights]\nscheme = "int4"\nlayers = []', "layers is empty"),
         ('[weights]\nscheme = "int4"\nrules = ["*.fc_q=foo"]', "recipe.weights.rules: unknown number format 'foo'"),

@@ -112,7 +112,8 @@ def gptq(weight: Tensor, scheme: Scheme, inputs: InputStatistics) -> Quantized:
             column, group = work[:, place : place + 1], group_of[place]
             scale = scales[:, group : group + 1].expand(len(work), 1)
             zero = None if zeros is None else zeros[:, group : group + 1].expand(len(work), 1)
-            code = encode(column, scheme, scale, zero)
+            kept = wide[:, order[place], None] != 0  # what pruning took stays 0: the columns after make that good too
+            code = encode(column * kept, scheme, scale, zero)
             codes[:, order[place]] = code[:, 0]
             off = (column - decode(code, scheme, scale, zero, torch.float32)) / factor[place, place]
             errors[:, place - begin] = off[:, 0]

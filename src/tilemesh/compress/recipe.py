@@ -146,6 +146,11 @@ class Recipe:
             allowed.check(f"recipe.{name}", value)
         if self.rank.keep and weights.scheme:
             raise UsageError("a recipe with rank.keep and weights.scheme: thin factors are not quantised; choose one")
+        if self.rank.keep and self.prune.structure in ("unstructured", "2:4"):
+            raise UsageError(
+                f"a recipe with rank.keep and prune.structure {self.prune.structure}: a product of thin factors has no "
+                "zeros where weights had them; choose one"
+            )
         if self.prune.begin > self.prune.end:
             raise UsageError(f"recipe.prune.begin is {self.prune.begin}: expected at most prune.end, {self.prune.end}")
 
