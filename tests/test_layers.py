@@ -90,7 +90,7 @@ MOST_LINES = {
     "plan": 9_042,
     "parallel": 10_350,
     "methods": 1_972,
-    "compress": 1_826,
+    "compress": 1_832,
     "train": 9_153,
     "serve": 9_754,
     "align": 4_319,

@@ -158,7 +158,7 @@ def _cut(value: Tensor, module: str, last: str, keep: Tensor, config: ModelConfi
     dim = None
     if structure == "mlp" and module in ("fc_in", "fc_gate", "fc_out"):
         dim = 1 if module == "fc_out" else 0
-    elif structure == "heads" and module in (*_HEAD_ROWS, "fc_o"):
+    elif structure == "heads" and module in (*_HEAD_ROWS, "sinks", "fc_o"):
         dim = 1 if module == "fc_o" else 0
     if dim is None or (dim == 1 and last == "bias"):
         return value
