@@ -92,7 +92,7 @@ MOST_LINES = {
     "methods": 1_972,
     "compress": 1_832,
     "train": 9_153,
-    "serve": 9_754,
+    "serve": 9_758,
     "align": 4_319,
     "report": 6_328,
     "bench": 9_268,

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilemesh.core.errors import UsageError
+from tilemesh.core.errors import RunError, UsageError
 from tilemesh.data.tokenizer import Bytes, FileTokenizer
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Transformer
@@ -110,6 +110,21 @@ def test_a_complete_answer_ends_by_itself_and_guesses_do_not_run_past_it(small: 
             steps = engine.status.steps
     assert seen == [("abc" * 6, 18, FinishReason.STOP, 0)] * 2
     assert steps < 18
+
+
+def test_a_guess_that_no_text_has_is_wrong_and_a_constraint_that_fails_ends_its_request_alone(
+    small: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model's vocabulary is larger than the tokenizer's, and a prompt may have such a token."""
+    prompt, bound, free = [*b"xa", 258, *b"x"], Sampling(max_tokens=9, regex="(ab){4}"), Sampling(max_tokens=9)
+    with Engine(small, pages=40, speculate=4) as engine:
+        assert next(engine.generate([prompt], bound)).text == "abababab"
+        assert engine.status.guessed > 0
+        monkeypatch.setattr("tilemesh.serve.core.Cursor.ahead", lambda cursor, guesses: [][0])
+        made = engine.generate([b"x", prompt], [free, bound])
+        assert next(made).answers
+        with pytest.raises(RunError, match="IndexError: list index"):
+            next(made)
 
 
 def test_a_stop_token_is_only_drawn_where_the_answer_may_end(small: ServedModel) -> None:

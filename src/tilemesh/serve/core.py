@@ -398,6 +398,9 @@ class EngineCore:
             except UsageError as error:
                 self._end(answer, FinishReason.ERROR, str(error), refused=True)
                 continue
+            except Exception as error:  # whatever it was, the others of this step go on
+                self._end(answer, FinishReason.ERROR, f"{type(error).__name__}: {error}")
+                continue
             drawn.append(DrawnRows(first, entry, step_NV, self._drawings(entry, allowed)))
         # In the order of the rows, so that the step's logits need not be copied.
         drawn.sort(key=operator.itemgetter(0))
@@ -470,7 +473,7 @@ class EngineCore:
         """What the token after an entry's drafts is drawn with; None where a constraint would let nothing follow."""
         try:
             allowed = self._allowed(entry)
-        except UsageError:  # what the step itself will say of this request
+        except Exception:  # what the step itself will say of this request
             return None
         if allowed and (allowed[-1] is None or not bool(allowed[-1].any())):
             return None

@@ -91,7 +91,8 @@ class Cursor:
         masks, stands = list[NextTokens | None](), self._tokens
         for guess in [*guesses, None]:
             masks.append(after := self.next())
-            if guess is None or not after.mask_V[guess] or self.add(guess):
+            # Of a vocabulary that is larger than the tokenizer's, a guess may be a token without a text.
+            if guess is None or guess >= len(after.mask_V) or not after.mask_V[guess] or self.add(guess):
                 break
         self._parser.rollback(self._tokens - stands)
         self._tokens = stands
