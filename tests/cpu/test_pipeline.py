@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -216,6 +217,22 @@ def test_weights_are_loaded_from_one_rank_and_gathered_again() -> None:
     found = run_threads(4, main)
     assert all(one is None for one in found[1:])
     assert {name: torch.equal(found[0][name], value) for name, value in state.items()} == dict.fromkeys(state, True)
+
+
+def test_a_stage_asks_alone_for_groups_that_only_its_experts_need() -> None:
+    config = replace(LLAMA, layers=2, experts=4, experts_per_token=2, dense_layers=(0,))
+    plan = plan_of(schedule="1f1b", pp=2, dp=2, tp=2, ep=2, accumulation=1)
+    _, _, norm, wanted = whole_step(config, plan.batch)
+
+    def main(comm: Communicator) -> dict[str, Tensor] | None:
+        laid = staged(comm, plan, config)
+        laid.passes(pieces(plan, config, laid.mesh.dp.index))
+        laid.gradients.finish()
+        return laid.gather_gradients()
+
+    found = run_threads(plan.world, main, timeout_s=60)[0]
+    assert found is not None
+    assert far(found, wanted, norm) < BOUND
 
 
 def test_only_one_holder_of_a_tied_table_writes_it() -> None:

@@ -133,6 +133,16 @@ def test_picks_are_kept_under_the_names_of_axes() -> None:
     assert list(tables[0]) == ["dp all_reduce 32 float64 sum", "control all_reduce 8 float64 max"]
 
 
+def test_picks_of_groups_within_a_pipeline_stage_are_kept() -> None:
+    def main(comm: Communicator) -> list[str]:
+        mesh, choices = Mesh(comm, cp=2, dp=2, pp=2), Choices()
+        keep_collectives(mesh, choices)
+        mesh.group("dp", "cp").all_reduce(np.ones(4))
+        return list(choices.table)
+
+    assert run_threads(8, main, timeout_s=TIMEOUT_S) == [["stage all_reduce 32 float64 sum"]] * 8
+
+
 def test_exchanges_are_drawn_in_the_trace(tmp_path: Path) -> None:
     def main(comm: Communicator) -> None:
         with Trace(tmp_path, rank=comm.rank) as trace:

@@ -53,8 +53,13 @@ class Mesh:
         self._alone = connect("alone")
         self._across: dict[tuple[str, int], Communicator] = {}
         self.axes: dict[str, Axis] = {}
+        self.stage, self._ranks_of_stage = comm, tuple(range(comm.size))
+        """The ranks of this one's pipeline stage."""
         for name, _ in self.shape:
             self.axes[name] = self._axis(name)
+        if self.pp.size > 1:
+            names = [name for name, _ in self.shape if name != "pp"]
+            self.stage, self._ranks_of_stage = self.group(*names), self.members(*names)
 
     @classmethod
     def of_device_mesh(cls, comm: Communicator, device_mesh: DeviceMesh) -> Mesh:
@@ -149,8 +154,8 @@ class Mesh:
     def among(self, blocks: Blocks, name: str = "") -> Communicator:
         """The ranks in one block with this one, such as `(("tp", 2),)` where kv heads are held by two ranks of tp each.
 
-        `name`: of a group of its own, counted under it. Made once and kept. A collective call of the whole mesh: every
-        rank asks for the same blocks, in one order.
+        `name`: of a group of its own, counted under it. Made once and kept. A collective call of this rank's pipeline
+        stage, or of the whole mesh where `blocks` names pp: every rank asks for the same blocks, in one order.
         """
         if not (blocks := tuple((axis, count) for axis, count in blocks if count > 1)):
             return self._alone
@@ -158,10 +163,15 @@ class Mesh:
             # A group of its own even where it is all ranks: calls along axes then never mix with those on `comm`.
             # A part of one axis is split from that axis, so that whoever observes an axis sees its parts too.
             axis = self.axes.get(strided(blocks[0][0])[0]) if len(blocks) == 1 and not name else None
-            parent, ranks = self.comm, members(self.comm.rank, blocks, self.shape)
-            expected = [*ranks]
+            # One within a stage is split from the stage: another may hold other parameters, and need other groups.
+            is_of_stage = all(strided(name)[0] != "pp" for name, _ in blocks)
+            parent, along = self.comm, tuple(range(self.comm.size))
             if axis is not None:
-                parent, expected = axis.comm, [axis.members.index(rank) for rank in ranks]
+                parent, along = axis.comm, axis.members
+            elif is_of_stage:
+                parent, along = self.stage, self._ranks_of_stage
+            ranks = members(self.comm.rank, blocks, self.shape)
+            expected = [along.index(rank) for rank in ranks]
             group = parent.split(ranks[0], key=self.comm.rank, expected=expected)
             assert group is not None
             self._groups[key] = group

@@ -330,7 +330,9 @@ def earlier_choices(folder: Path, resume: bool, say: Callable[[str], None]) -> d
 
 def keep_collectives(mesh: Mesh, choices: Choices) -> None:
     """Let `auto` repeat the table's picks on this mesh and note new ones: a resumed run then adds in the same order."""
-    for name, comm in {CONTROL: mesh.comm, **{axis.name: axis.comm for axis in mesh.axes.values()}}.items():
+    along = {axis.name: axis.comm for axis in mesh.axes.values()}
+    # Without stages that is all ranks, and in a stage along one axis that axis: the later name holds.
+    for name, comm in {"stage": mesh.stage, CONTROL: mesh.comm, **along}.items():
         if comm.size > 1:
             comm.keep_to(choices, name)
 
