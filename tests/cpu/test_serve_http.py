@@ -22,6 +22,7 @@ from served import RUNNING, WAITING, Serving, make_folder
 from tilemesh.cli import server_watch
 from tilemesh.cli.main import main
 from tilemesh.cli.server_watch import server_line, watch_server
+from tilemesh.core.access import server_access
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.model import huggingface
 from tilemesh.runs.lock import process_start
@@ -32,6 +33,7 @@ for package in ("starlette", "uvicorn", "prometheus_client", "openai", "tokenize
     pytest.importorskip(package, reason=f"the server's tests need {package}: pip install -e '.[dev,serve]'")
 
 openai: Any = pytest.importorskip("openai")
+make_app: Any = pytest.importorskip("tilemesh.serve.http").make_app
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +206,22 @@ def test_echo_repeats_the_prompt_with_its_logprobs(server: Serving, expected: En
     assert "".join(chunk.text for chunk in chunks) == made.text
     told = [value for chunk in chunks if chunk.logprobs for value in chunk.logprobs.token_logprobs or []]
     assert told == made.logprobs.token_logprobs
+
+
+def test_a_streamed_echo_has_all_of_the_prompts_logprobs_in_every_choice(folder: Path) -> None:
+    """The first answer computes the prompt again for them, in chunks; the second finds it and is there before."""
+    testclient: Any = pytest.importorskip("starlette.testclient")
+    asked = {"prompt": "echo" * 10, "max_tokens": 3, "seed": 1, "n": 2, "logprobs": 0, "echo": True}
+    with Engine(folder, pages=64, page_tokens=4, chunk_tokens=8) as engine:
+        access = server_access("127.0.0.1", [], ["testserver"], [], False)
+        client = testclient.TestClient(make_app(engine, access=access))
+        whole = client.post("/v1/completions", json=asked).json()["choices"]
+        told: list[list[float]] = [[], []]
+        for line in client.post("/v1/completions", json=asked | {"stream": True}).text.split("\n\n")[:-2]:
+            (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+            told[choice["index"]] += (choice["logprobs"] or {"token_logprobs": []})["token_logprobs"]
+    for values, choice in zip(told, whole, strict=True):
+        assert values[1:] == pytest.approx(choice["logprobs"]["token_logprobs"][1:], abs=1e-4)
 
 
 def test_stop_strings_and_tokens_reach_the_client(server: Serving) -> None:

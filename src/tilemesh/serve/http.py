@@ -143,6 +143,10 @@ class LiveReply:
         self.jobs: list[PromptJob] = []
         self.output_tokens = 0
         self._last: dict[int, float] = {}
+        echoes = asked.sampling.prompt_logprobs is not None
+        self._early: dict[int, list[tuple[int, AnswerPart]]] = {number: [] for number in range(len(prompts) * echoes)}
+        """Parts that come before the first one of their prompt's first answer: the log-probabilities of the prompt are
+        complete then."""
 
         def teller(number: int) -> Callable[[AnswerPart], None]:
             def tell(part: AnswerPart) -> None:
@@ -176,7 +180,12 @@ class LiveReply:
                     raise RunError(f"the engine could not answer: {part.error}")
                 if part.finish is FinishReason.ABORT:
                     raise RunError("the server is stopping: this answer was not finished")
+                if part.answer and number in self._early:
+                    self._early[number].append((choice, part))
+                    continue
                 yield choice, part
+                for early in self._early.pop(number, ()):
+                    yield early
             self.metrics.whole.observe(time.monotonic() - self.began)
         finally:
             self.abort()
