@@ -182,6 +182,15 @@ def test_a_killed_rank_is_an_error_for_those_it_computed_and_others_go_on(folder
     assert laid.status.pages_used == 0
 
 
+@pytest.mark.skipif(not hasattr(socket, "SO_PEERCRED"), reason="only Linux says which process is behind a socket")
+def test_ranks_that_an_embedding_lost_are_started_again(laid: Engine) -> None:
+    expected = laid.embed([5, 9, 2])
+    os.kill(rank_processes(laid)[1], signal.SIGKILL)
+    with pytest.raises(RunError, match="gone"):
+        laid.embed([5, 9, 2])
+    assert laid.embed([5, 9, 2]) == expected
+
+
 @pytest.mark.slow  # the test before has its most frequent case: laid was updated from a folder
 @pytest.mark.skipif(not hasattr(socket, "SO_PEERCRED"), reason="only Linux says which process is behind a socket")
 def test_ranks_that_are_lost_have_the_weights_of_the_last_update_again(folder: Path, laid: Engine) -> None:

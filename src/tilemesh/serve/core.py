@@ -329,10 +329,15 @@ class EngineCore:
         for request in requests:
             if request.name in self._live:
                 self._end(self._live[request.name], FinishReason.ERROR, f"{type(error).__name__}: {error}")
-        if isinstance(error, RanksLostError) and isinstance(self.runner, RankRunner):
-            self.scheduler.lose_pages()
-            self.runner.restart()
-            self.on_restart()
+        if isinstance(error, RanksLostError):
+            self.restart_ranks()
+
+    def restart_ranks(self) -> None:
+        """After some were lost, and with them what lay in pages."""
+        assert isinstance(self.runner, RankRunner)
+        self.scheduler.lose_pages()
+        self.runner.restart()
+        self.on_restart()
 
     def _compute(self, plan: StepPlan) -> None:
         sampled: dict[str, list[int]] = {}

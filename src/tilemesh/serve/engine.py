@@ -51,7 +51,7 @@ from tilemesh.serve.load import (
 )
 from tilemesh.serve.memory import choose_limits
 from tilemesh.serve.offline import Prompt, PromptTaker, SubmitOptions
-from tilemesh.serve.ranks import RankRunner
+from tilemesh.serve.ranks import RankRunner, RanksLostError
 from tilemesh.serve.request import FinishReason, Sampling
 from tilemesh.serve.runner import POOLINGS, Runner
 from tilemesh.serve.scheduler import QueueFullError, Scheduler, no_drafts
@@ -397,7 +397,12 @@ class Engine(PromptTaker):
             runner = self._core.runner
             if self._core.stands:
                 raise RunError("the engine sleeps, or has no weights: wake it, or give it some")
-            return runner.embed(tokens, pooling, 0 if self._adapters is None else self._adapters.number(adapter))
+            number = 0 if self._adapters is None else self._adapters.number(adapter)
+            try:
+                return runner.embed(tokens, pooling, number)
+            except RanksLostError:
+                self._core.restart_ranks()
+                raise
 
         return self._between_steps(compute)
 
