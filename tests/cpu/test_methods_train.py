@@ -607,6 +607,7 @@ def test_an_asynchronous_pipeline_learns_and_tells_its_versions(name: str, tmp_p
         (("plan.schedule=ampnet", *PIPED, "optimizer.clip=1"), "pp=2", "optimizer.clip=0"),
         (("plan.schedule=ampnet", *PIPED, "plan.zero=1"), "dp=2,pp=2", "zero=0"),
         (("plan.schedule=ampnet", *PIPED, "plan.recompute=full"), "pp=2", "recompute=none"),
+        (("plan.schedule=pipemare", *PIPED, "plan.recompute=operators"), "pp=2", "recompute=none"),
         (("plan.schedule=ampnet",), "dp=2", "schedule=1f1b"),
         (("train.method=server", "plan.zero=1"), "dp=2", "plan.zero=0"),
         (("train.method=local", "plan.zero=1"), "dp=2", "plan.zero=0"),

@@ -121,6 +121,14 @@ def _updates_within(plan: ParallelPlan) -> bool:
     return plan.pipeline.updates is not None
 
 
+def _reads_newer_weights(plan: ParallelPlan) -> bool:
+    """Whether what is computed again would be, by weights that have been updated since the first time."""
+    updates = plan.pipeline.updates
+    return updates is not None and (
+        plan.recompute == "full" or (plan.recompute == "operators" and not updates.keeps_versions)
+    )
+
+
 def _nearest_group(plan: ParallelPlan) -> str:
     """Of the divisors of dp above 1, the one nearest to what was asked for; none where there is one replica."""
     divisors = [size for size in range(2, plan.dp + 1) if plan.dp % size == 0]
@@ -249,7 +257,7 @@ PLAN_CONFLICTS: tuple[Conflict[ParallelPlan], ...] = (
     ),
     row(
         "schedule recompute",
-        lambda plan: _updates_within(plan) and plan.recompute == "full",
+        _reads_newer_weights,
         "what is computed again would read newer weights than the first time",
         "recompute=none",
     ),

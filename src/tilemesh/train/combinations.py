@@ -52,6 +52,7 @@ FEATURES = (
     Feature("two-directional pipeline", "plan.pp=2,plan.schedule=dualpipe"),
     Feature("slices of sequences", "plan.pp=2,plan.schedule=terapipe,plan.slices=2"),
     Feature("asynchronous pipeline", "plan.pp=2,plan.schedule=pipedream"),
+    Feature("asynchronous pipeline, one version", "plan.pp=2,plan.schedule=ampnet"),
     Feature("ZeRO-1", "plan.dp=2,plan.zero=1"),
     Feature("ZeRO-2", "plan.dp=2,plan.zero=2"),
     Feature("ZeRO-3", "plan.dp=2,plan.zero=3"),
@@ -85,7 +86,7 @@ FEATURES = (
     Feature("packed documents", "data.packing=documents"),
     Feature("early stopping", "evaluate.patience=3"),
 )
-"""Schedules that update weights within a step differ in nothing that a pair depends on: they count once."""
+"""Schedules that update weights within a step differ, for a pair, only in whether versions of weights are kept."""
 
 
 def pairs() -> Iterator[tuple[Feature, Feature, dict[str, str]]]:
