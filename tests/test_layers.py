@@ -78,10 +78,10 @@ STRICTER = {
 }
 # The most lines that a room may have: raised only in the commit that adds a named capability. `make size` prints them.
 MOST_LINES = {
-    "core": 8_816,
+    "core": 8_824,
     "measure": 3_026,
     "launch": 2_138,
-    "runs": 2_148,
+    "runs": 2_151,
     "data": 2_645,
     "kernels": 21_842,
     "comm": 11_360,

@@ -83,6 +83,18 @@ def test_the_newest_stay_and_what_a_dead_run_left_is_swept(tmp_path: Path) -> No
         open_checkpoint(tmp_path, 1)
 
 
+def test_the_best_one_stays_until_a_better_one_is_written(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, 0, keep=1, background=False)
+    (tmp_path / f"{WRITING}step-00000030").write_text("in the way")  # a file where the folder should be
+    for step, is_best, kept in ((10, True, [10]), (20, False, [20, 10]), (30, True, [20, 10]), (40, False, [40, 10])):
+        writer.begin(step, parts_of("weight:w", one()[0], WHOLE), {}, is_best=is_best)
+        writer.settle(writer.state == FAILED)
+        assert [found for found, _ in checkpoints(tmp_path)] == kept
+    writer.begin(50, parts_of("weight:w", one()[0], WHOLE), {}, is_best=True)
+    writer.settle(writer.state == FAILED)
+    assert [found for found, _ in checkpoints(tmp_path)] == [50]
+
+
 def test_a_part_that_cannot_be_written_makes_no_checkpoint(tmp_path: Path) -> None:
     said: list[str] = []
     notes: list[dict[str, Any]] = []

@@ -62,6 +62,7 @@ class Writer:
         self.nbytes = 0  # of this rank's part of the newest one begun
         self.failures = 0
         self._values: dict[str, Any] = {}
+        self._is_best = False
         self._began = 0.0
         self._thread: threading.Thread | None = None
         self._error: str | None = None
@@ -88,12 +89,13 @@ class Writer:
             return BUSY
         return FAILED if self._error else WRITTEN
 
-    def begin(self, step: int, parts: Iterable[Part], values: Mapping[str, Any]) -> None:
-        """Copy the tensors and begin to write them; the last checkpoint must have been settled."""
+    def begin(self, step: int, parts: Iterable[Part], values: Mapping[str, Any], *, is_best: bool = False) -> None:
+        """Copy the tensors and begin to write them; the last checkpoint must have been settled. Once it is written,
+        the best one takes the place of the best before it."""
         if self.step is not None:
             raise RunError(f"checkpoint of step {step} while that of step {self.step} is under way")
         self._wait_ending()
-        self.step, self._error, self._values = step, None, dict(values)
+        self.step, self._error, self._values, self._is_best = step, None, dict(values), is_best
         self._began = time.monotonic()
         copies = snapshot(parts)
         self.nbytes = sum(copy.numel() * copy.element_size() for _, copy in copies)
@@ -160,6 +162,7 @@ class Writer:
         try:
             nbytes = self._commit(step, place)
             self.last = step
+            self.best = step if self._is_best else self.best
         except OSError as error:
             self.failures += 1
             why = f"{error.filename or place}: {error.strerror or error}"

@@ -323,9 +323,7 @@ class Loop:
         progress = self.progress
         if progress.held_out is None:
             return False
-        is_best = progress.judge(self.config.evaluate.min_improvement)
-        if is_best and self.config.checkpoint.keep_best:
-            self.writer.best = progress.step
+        if progress.judge(self.config.evaluate.min_improvement) and self.config.checkpoint.keep_best:
             return True
         return self._end_early()
 
@@ -370,7 +368,8 @@ class Loop:
         with self.recorder.span("checkpoint", "checkpoint"):
             parts = [part for name, shard, tensor in self._kept() for part in parts_of(name, shard, tensor)]
             values = self.progress.values(self.stepper, self.fingerprint)
-            self.writer.begin(self.progress.step, parts, values)
+            is_best = self.config.checkpoint.keep_best and self.progress.step == self.progress.best_step
+            self.writer.begin(self.progress.step, parts, values, is_best=is_best)
         self.write_choices()
 
     def _kept(self) -> Iterator[tuple[str, Shard, torch.Tensor]]:
