@@ -126,6 +126,14 @@ def test_methods_that_are_data_parallelism(sets: tuple[str, ...], synchronous: P
     assert_tell_the_same(tmp_path / "run", synchronous)
 
 
+def test_workers_go_on_with_another_batch_where_data_parallelism_does(tmp_path: Path) -> None:
+    for method in ("synchronous", "server"):
+        sets = (*SGD, f"train.method={method}", "train.steps=6")
+        train(config(*sets), tmp_path / method, stop_after=4)
+        train(config(*sets, "train.batch=8"), tmp_path / method, resume=True)
+    assert_equal(tmp_path / "server", tmp_path / "synchronous", 1e-12)
+
+
 def test_workers_keep_activations_on_the_host(synchronous: Path, tmp_path: Path) -> None:
     train(config(*SGD, "train.method=server", "plan.offload=activations", "plan.recompute=full"), tmp_path / "run")
     assert_equal(tmp_path / "run", synchronous, 1e-12)

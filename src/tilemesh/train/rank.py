@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import json
 import math
 import os
 import signal
@@ -46,7 +47,7 @@ from tilemesh.model.kinds import put_kinds
 from tilemesh.model.lora import attach
 from tilemesh.model.programs.program import Use
 from tilemesh.model.transformer import Transformer
-from tilemesh.parallel.agree import agree
+from tilemesh.parallel.agree import agree, tell
 from tilemesh.parallel.apply import lay
 from tilemesh.parallel.gradients import Way
 from tilemesh.parallel.laid import Laid
@@ -168,6 +169,7 @@ def _help(task: RankTask, seat: Seat, comm: Communicator, corpus: Corpus, interr
     baseline = peak_bytes(here)
     if seat.number is None:
         laid = lay_model(as_server(config), Mesh(comm), here, False)
+        tell(seat.everyone, "")
         run_server(seat, laid.gradients.stepped, task.folder, interrupt, baseline)
         return
     recorder = task.recorder(seat.everyone.rank, my_status().at)
@@ -181,7 +183,11 @@ def _help(task: RankTask, seat: Seat, comm: Communicator, corpus: Corpus, interr
     optimizer = ServerOptimizer(seat, laid, task.last_step, recorder)
     source = WorkerSource(config, corpus, seat.axis, here)
     objective = Lessons(config).objective(laid, source)
-    work(seat, make_stepper(config, laid, optimizer, source, recorder, objective), interrupt, baseline)
+    stepper = make_stepper(config, laid, optimizer, source, recorder, objective)
+    began = json.loads(tell(seat.everyone, ""))
+    source.go_on(began["step"], began["position"])
+    stepper.scale.load(began["scale"])
+    work(seat, stepper, interrupt, baseline)
 
 
 def _stop_signals() -> tuple[signal.Signals, ...]:
@@ -214,6 +220,9 @@ def _train_on(task: RankTask, comm: Communicator, seat: Seat | None = None) -> R
     comm.barrier()
     begin(loop, task.init, task.resume, say)
     if isinstance(optimizer, ServerOptimizer):
+        assert seat is not None
+        began_at = {"step": loop.progress.step, "position": loop.progress.position}
+        tell(seat.everyone, json.dumps({**began_at, "scale": loop.stepper.scale.state()}))
         optimizer.begin(loop.progress.step, starts=True)
     slow = warning(config.plan.precision, device)
     if comm.rank == 0:
