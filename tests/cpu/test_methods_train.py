@@ -643,6 +643,17 @@ def test_as_many_servers_as_tensors_are_accepted(settings: str) -> None:
         config("train.method=server", f"method.servers={tensors + 1}", *rest, mesh="dp=2")
 
 
+def test_the_bias_of_a_router_moves_by_the_share_of_the_workers_that_pushed() -> None:
+    made = config("train.method=server", "model.experts=4", "model.router_bias=true", "model.router_scores=sigmoid")
+    alone = run_threads(1, lambda comm: comm)[0]
+    held = lay_model(as_server(made), Mesh(alone), torch.device("cpu"), False).gradients.stepped
+    shard = server_shard(made, {name: mine for name, mine in held.items() if name.endswith("router.bias")}, 0)
+    before = shard.weights.clone()
+    for share in (0.5, 1.0):
+        shard.apply(torch.ones_like(before), 1, share)
+    torch.testing.assert_close(before - shard.weights, torch.full_like(before, 1.5 * made.optimizer.balance_rate))
+
+
 def test_parameters_are_shared_out_among_servers() -> None:
     assert server_cuts([4, 4, 4, 4], 2) == [range(2), range(2, 4)]
     assert server_cuts([100, 1, 1], 3) == [range(1), range(1, 2), range(2, 3)]

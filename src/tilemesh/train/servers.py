@@ -50,6 +50,7 @@ from tilemesh.train.record import IDLE, Recorder
 from tilemesh.train.schedule import rate
 from tilemesh.train.source import Microbatch, TextSource
 from tilemesh.train.steps import Stepper
+from tilemesh.train.update import UpdateGroup
 
 SERVERS_AXIS = "server"
 """Under which a run counts what its workers pull from servers and push to them."""
@@ -125,6 +126,9 @@ class OptimizedShard:
         for mine, piece in zip(self.vectors.held.values(), self.vectors.split(gradient), strict=True):
             mine.tensor.grad = piece
         now = float(np.float32(rate(clock, self.config.train.steps, self.config.optimizer)))  # as `Stepper` has it
+        for group in self.optimizer.groups:
+            if isinstance(group, UpdateGroup):
+                group.share = share
         self.optimizer.step(now * share)
 
     def kept(self) -> list[Tensor]:

@@ -43,6 +43,8 @@ class UpdateGroup:
     rule: str = ""
     matrices: MatrixRound | None = None
     """Of Muon, where ranks hold parts of these parameters: how functions of the whole ones are computed."""
+    share: float = 1.0
+    """The part of all workers whose mean gradient this is, which a sign does not say; `rate` has it in it."""
 
     def __post_init__(self) -> None:
         self.rule = self.rule or self.config.name
@@ -55,7 +57,7 @@ class UpdateGroup:
         gradients = [value.grad for value in stepped.values() if value.grad is not None]
         if self.rule == "sign":
             for value, gradient in zip(stepped.values(), gradients, strict=True):
-                value.sub_(gradient.sign(), alpha=self.config.balance_rate)
+                value.sub_(gradient.sign(), alpha=self.config.balance_rate * self.share)
         elif self.rule == "sgd":
             self._sgd(stepped, gradients, rate, divisor)
         elif self.rule == "adamw":
