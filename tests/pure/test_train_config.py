@@ -23,6 +23,7 @@ from tilemesh.model.config import preset
 from tilemesh.plan import predict, search
 from tilemesh.plan.space import Pins
 from tilemesh.train import config
+from tilemesh.train.check import check_resumed
 from tilemesh.train.config import PRESETS
 from tilemesh.train.load import load, settled
 from tilemesh.train.predict import estimator
@@ -77,6 +78,13 @@ def test_a_plan_says_layout_and_batch(tmp_path: Path) -> None:
         load(plan=tmp_path / "plan.toml", mesh="dp=2")
     over = load(plan=tmp_path / "plan.toml", sets=["plan.precision=bf16,plan.microbatch=2", "train.batch=8"])
     assert (over.plan.precision, over.plan.dp, over.plan.microbatch, over.batch) == ("bf16", 2, 2, 8)
+
+
+def test_a_momentum_that_was_not_kept_is_refused_on_resume() -> None:
+    plain, heavy = (load(sets=["optimizer.name=sgd", f"optimizer.momentum={momentum}"]) for momentum in (0, 0.9))
+    with pytest.raises(UsageError, match=r"optimizer\.momentum is 0 there, .* and 0\.9 here; leave that out"):
+        check_resumed(plain, heavy)
+    check_resumed(heavy, plain)
 
 
 def test_a_resumed_run_has_the_plan_of_its_folder(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ from tilemesh.train.fits import MemoryFit
 from tilemesh.train.loggers import check_loggers
 from tilemesh.train.predict import predict_run
 from tilemesh.train.rows import module_rows, rows
-from tilemesh.train.rules import decay_patterns
+from tilemesh.train.rules import decay_patterns, kinds_of
 
 PLACERS = ("ilp", "dp", "mcmc", "greedy", "learned", "random")
 """Those of `parallel.choose.CHOOSERS`, which is torch's neighbour and loaded late."""
@@ -339,6 +339,8 @@ def check_resumed(before: TrainConfig, config: TrainConfig) -> None:
     different = [f"model.{words}" for words in unlike(to_dict(before.model), config.model)]
     if before.optimizer.name != config.optimizer.name:
         different.append(f"optimizer.name is {before.optimizer.name} there and {config.optimizer.name} here")
+    elif not {*kinds_of(config.optimizer, "", ())} <= {*kinds_of(before.optimizer, "", ())}:
+        different.append(f"optimizer.momentum is 0 there, which remembers none, and {config.optimizer.momentum} here")
     for name in ("rank", "alpha", "targets"):
         there, here = getattr(before.lora, name), getattr(config.lora, name)
         if there != here and (before.lora.rank or config.lora.rank):
