@@ -383,6 +383,54 @@ def test_a_map_that_does_not_fit_the_module(splits: dict[str, Any], message: str
     run_threads(2, main)
 
 
+class ScaledTable(torch.nn.Embedding):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        return 3 * super().forward(input)
+
+
+class TwiceLinear(torch.nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        return 2 * super().forward(input)
+
+
+def hooked() -> torch.nn.Linear:
+    layer = torch.nn.Linear(8, 4)
+    layer.register_forward_hook(lambda module, args, y: 2 * y)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("layer", "split", "message"),
+    [
+        (lambda: ScaledTable(4, 4), "vocabulary", "0, a ScaledTable, has a forward of its own, which a VocabularySpl"),
+        (lambda: TwiceLinear(8, 4), "row", "0, a TwiceLinear, has a forward of its own, which a RowSplit would drop"),
+        (hooked, "row", "0, a Linear, has hooks, which a RowSplit would drop: make it a plain nn.Linear"),
+        (lambda: torch.nn.Embedding(4, 4, max_norm=1.0, sparse=True), "vocabulary", "has max_norm and sparse, which"),
+    ],
+)
+def test_what_a_cut_layer_would_no_longer_compute_is_refused(layer: Any, split: str, message: str) -> None:
+    def main(comm: Communicator) -> None:
+        with pytest.raises(UsageError) as caught:
+            lay(torch.nn.Sequential(layer()), Mesh(comm, tp=2), ParallelPlan(tp=2, precision="fp32"), {"0": split})
+        assert message in str(caught.value)
+
+    run_threads(2, main)
+
+
+def test_the_padding_row_of_a_cut_table_has_no_gradient() -> None:
+    def main(comm: Communicator) -> None:
+        table = torch.nn.Embedding(4, 2, padding_idx=3)
+        torch.nn.init.ones_(table.weight)
+        plan = ParallelPlan(tp=2, precision="fp32")
+        laid = lay(torch.nn.Sequential(table), Mesh(comm, tp=2), plan, {"0": "vocabulary"})
+        laid.gradients.backward(laid.module(torch.tensor([1, 2, 3, 3])).sum(), 1)
+        laid.gradients.finish()
+        wanted = torch.tensor([[0.0, 0.0], [1.0, 1.0]])
+        assert torch.equal(laid.module[0].weight.grad, wanted if comm.rank == 0 else wanted.flip(0))  # type: ignore[index]
+
+    run_threads(2, main)
+
+
 def test_parts_cannot_be_joined_end_to_end() -> None:
     with pytest.raises(UsageError, match="cannot be joined end to end"):
         ColumnSplit(parts=3, joins=True)

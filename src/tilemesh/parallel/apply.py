@@ -150,6 +150,8 @@ def _cut(
     """Make a module this rank's part of it; what its parameters are of the whole."""
     splits = _matched(model, kinds)
     if mesh.tp.size > 1:
+        for name, split in splits.items():
+            _require_nothing_lost(name, model.get_submodule(name), split)
         for module in model.modules():
             if isinstance(module, Linear):
                 open_codes(module)  # a part of a matrix need not begin with a byte
@@ -366,6 +368,25 @@ def _require_module(name: str, module: nn.Module, split: Split) -> None:
         raise UsageError(
             f"{name} has {module.groups} groups: of a grouped convolution each output sees some inputs only, and which "
             "ones a rank has would decide what it computes; leave it whole"
+        )
+
+
+def _require_nothing_lost(name: str, module: nn.Module, split: Split) -> None:
+    """A torch layer that one of ours takes the place of computes what the plain layer does, and nothing more."""
+    replaced = {RowSplit: (nn.Linear, nn.Conv2d), VocabularySplit: (nn.Embedding,)}.get(type(split), ())
+    plain = next((kind for kind in replaced if isinstance(module, kind)), None)
+    if plain is None or isinstance(module, Linear):
+        return
+    settings = [key for key in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, key, None)]
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if getattr(module.forward, "__func__", None) is not plain.forward:
+        settings.append("a forward of its own")
+    if any(getattr(module, kind) for kind in hooks):
+        settings.append("hooks")
+    if settings:
+        raise UsageError(
+            f"{name}, a {type(module).__name__}, has {' and '.join(settings)}, which a {type(split).__name__} would "
+            f"drop: make it a plain nn.{plain.__name__} and do the rest in the module around it, or leave it whole"
         )
 
 

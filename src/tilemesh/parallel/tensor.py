@@ -296,7 +296,7 @@ class VocabularyEmbedding(Embedding):
 
     def __init__(self, like: nn.Embedding, seams: Seams, first: int) -> None:
         """`first`: the first row that is this rank's."""
-        super().__init__(like.num_embeddings, like.embedding_dim, device="meta")
+        super().__init__(like.num_embeddings, like.embedding_dim, like.padding_idx, device="meta")
         self.leave, self.first = Passage(seams, "leave"), first
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
@@ -308,7 +308,8 @@ class VocabularyEmbedding(Embedding):
         rows = self.weight.shape[0]
         local = input - self.first
         elsewhere = (local < 0) | (local >= rows)
-        x = functional.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        padding = -1 if self.padding_idx is None else self.padding_idx - self.first
+        x = functional.embedding(local.masked_fill(elsewhere, 0), self.weight, padding if 0 <= padding < rows else None)
         return self.leave(x.masked_fill(elsewhere.unsqueeze(-1), 0))
 
 
