@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.launch import call
 from tilemesh.launch.start import find_mpiexec
-from tilemesh.parallel import ColumnSplit, Mesh, VocabularySplit, lay
+from tilemesh.parallel import ColumnSplit, Mesh, Region, VocabularySplit, lay
 from tilemesh.parallel.buckets import Bucket, Bucketed
 from tilemesh.parallel.gradients import Gradients, GradientStep, Parts, read, settle
 
@@ -427,6 +428,61 @@ def test_the_padding_row_of_a_cut_table_has_no_gradient() -> None:
         laid.gradients.finish()
         wanted = torch.tensor([[0.0, 0.0], [1.0, 1.0]])
         assert torch.equal(laid.module[0].weight.grad, wanted if comm.rank == 0 else wanted.flip(0))  # type: ignore[index]
+
+    run_threads(2, main)
+
+
+class Attending(torch.nn.Module):
+    """Attention to another input, in heads of 4."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.o = (torch.nn.Linear(4 * heads, 4 * heads) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        given = ((self.q, x), (self.k, memory), (self.v, memory))
+        q, k, v = (layer(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer, y in given)
+        y: torch.Tensor = self.o(torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return y
+
+
+ATTENDING = {"": Region(divides=("heads",)), "q": "column", "k": "column", "v": "column", "o": "row"}
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    whole = torch.nn.ModuleList([Attending(6)])
+
+    def main(comm: Communicator) -> None:
+        model = copy.deepcopy(whole)
+        splits: Any = {f"0.{name}".rstrip("."): split for name, split in ATTENDING.items()}
+        with pytest.raises(UsageError, match=r"0\.heads is 6 and tp 4: a rank would compute parts of heads; set a tp"):
+            lay(model, Mesh(comm, tp=4), ParallelPlan(tp=4, precision="fp32"), splits)
+
+    run_threads(4, main)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_all_that_a_region_is_given_has_whole_gradients(named: bool) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"before": torch.nn.Linear(8, 8), "region": Attending(2)}).double()
+    x, memory = torch.randn(2, 3, 8, dtype=torch.float64), torch.randn(2, 5, 8, dtype=torch.float64)
+
+    def loss_of(model: Any) -> torch.Tensor:
+        given = model["before"](memory)
+        y: torch.Tensor = model["region"](x, memory=given) if named else model["region"](x, given)
+        return y.square().sum()
+
+    whole = copy.deepcopy(model)
+    loss_of(whole).backward()
+    splits: Any = {f"region.{name}".rstrip("."): split for name, split in ATTENDING.items()}
+
+    def main(comm: Communicator) -> None:
+        laid = lay(copy.deepcopy(model), Mesh(comm, tp=2), ParallelPlan(tp=2, precision="fp64"), splits)
+        laid.gradients.backward(loss_of(laid.module), 1)
+        laid.gradients.finish()
+        found = laid.module["before"].weight.grad  # type: ignore[index]
+        parallel_cases.close(found, whole["before"].weight.grad)
 
     run_threads(2, main)
 

@@ -60,6 +60,7 @@ from tilemesh.parallel.tensor import (
     Seams,
     VocabularyEmbedding,
     enter_at,
+    enter_others_at,
     join_at,
     leave_at,
 )
@@ -152,6 +153,8 @@ def _cut(
     if mesh.tp.size > 1:
         for name, split in splits.items():
             _require_nothing_lost(name, model.get_submodule(name), split)
+            if isinstance(split, Region):
+                _require_whole_heads(name, model.get_submodule(name), split, splits, mesh.tp.size)
         for module in model.modules():
             if isinstance(module, Linear):
                 open_codes(module)  # a part of a matrix need not begin with a byte
@@ -390,6 +393,22 @@ def _require_nothing_lost(name: str, module: nn.Module, split: Split) -> None:
         )
 
 
+def _require_whole_heads(name: str, module: nn.Module, split: Region, splits: Mapping[str, Split], ranks: int) -> None:
+    """A rank has whole heads of a region, or one of fewer heads than ranks, which its column layers repeat."""
+    repeats = any(
+        isinstance(inner, ColumnSplit) and inner.repeats and below.startswith(f"{name}.")
+        for below, inner in splits.items()
+    )
+    for attribute in split.divides:
+        count = getattr(module, attribute)
+        if count % ranks and (ranks % count or not repeats):
+            raise UsageError(
+                f"{name}.{attribute} is {count} and tp {ranks}: a rank would compute parts of heads; set a tp that "
+                f"divides {count}, or where {count} divides tp cut their layers by "
+                f"ColumnSplit(units={count}, repeats=True)"
+            )
+
+
 def _shards(model: nn.Module, splits: Mapping[str, Split], mesh: Mesh, plan: ParallelPlan) -> dict[str, Shard]:
     shards, sequence = {}, plan.sequence_parallel
     for name, parameter in model.named_parameters():
@@ -485,6 +504,8 @@ def _cut_modules(model: nn.Module, splits: Mapping[str, Split], seams: Seams) ->
             for attribute in split.divides:
                 setattr(module, attribute, max(1, getattr(module, attribute) // seams.comm.size))
             enter_at(module, seams)
+            if not isinstance(model, Transformer):
+                enter_others_at(module, seams)
             if split.sums:
                 leave_at(module, seams)
         elif isinstance(split, VocabularySplit) and isinstance(module, nn.Embedding):

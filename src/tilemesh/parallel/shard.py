@@ -85,8 +85,10 @@ class VocabularySplit:
 class Region:
     """A module whose input all its column layers share: it is exchanged once, here, not at each of them.
 
-    `divides`: attributes of the module that count heads: each rank keeps its part of them (at least 1). `sums`: what it
-    gives is a part of a sum on each rank, which is added up where it ends.
+    All tensors it is given are whole, and it ends with its row layer: a residual or a norm after that belongs outside,
+    since every rank would compute it whole and ranks' gradients are summed.
+    `divides`: attributes of the module that count heads: each rank keeps its part of them; fewer than ranks need a
+    column split that repeats them. `sums`: what it gives is a part of a sum on each rank, which is added up at its end.
     """
 
     divides: tuple[str, ...] = ()

@@ -255,6 +255,19 @@ def enter_at(module: nn.Module, seams: Seams) -> None:
     module.register_forward_pre_hook(EntryHook(Passage(seams, "enter")))
 
 
+def enter_others_at(module: nn.Module, seams: Seams) -> None:
+    """So does all else it is given that requires gradients, such as what queries attend to."""
+    enter = Passage(seams, "enter")
+
+    def entered(x: Any) -> Any:
+        return enter(x) if isinstance(x, Tensor) and x.requires_grad else x
+
+    def hook(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+        return (*args[:1], *map(entered, args[1:])), {name: entered(x) for name, x in named.items()}
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
 def leave_at(module: nn.Module, seams: Seams) -> None:
     """What the ranks' modules give is added up where they end; the losses of routers all of them have alike."""
     module.register_forward_hook(ExitHook(Passage(seams, "leave"), (Passage(seams, "once"),)))
