@@ -493,6 +493,25 @@ def test_a_swapped_request_goes_on_where_it_was() -> None:
     assert set(computed.values()) == {1}  # no token twice
 
 
+def test_nobody_waits_for_a_page_of_one_that_can_publish_none() -> None:
+    """It came back from the CPU's pages, and its first ones, behind the window, are not to be found any more."""
+    scheduler, runner = world(pages=10, context=200, chunk_tokens=4, window=8, swap_pages=8)
+    opening = [1, 2, 3, 0] * 6
+    first, alike = ask("first", opening, 60, priority=2), ask("alike", opening)
+    scheduler.add(first)
+    drive(scheduler, runner, steps=8)
+    others = [ask(f"r{number}", [number] * 3, 30) for number in range(4)]
+    for request in others:
+        scheduler.add(request)
+    while not (first.state is RequestState.RUNNING and all(request.finish for request in others)):
+        drive(scheduler, runner, steps=1)
+    assert first.preemptions
+    scheduler.add(alike)
+    drive(scheduler, runner, steps=10)
+    assert is_right(alike)
+    assert not first.finish
+
+
 def test_a_full_queue_refuses() -> None:
     scheduler = Scheduler(limits_of(running=1, waiting=1))
     for number in range(2):

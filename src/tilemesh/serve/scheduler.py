@@ -448,6 +448,8 @@ class Scheduler:
     def _next_page(self, request: ServeRequest, serials: Sequence[int] | None = None) -> Key | None:
         """The page that this request would publish next, if it has all the page's tokens already."""
         known = request.published if serials is None else serials
+        if serials is None and len(known) < request.behind:
+            return None  # see `_publish`
         end = (len(known) + 1) * self.limits.page_tokens
         is_given = self.limits.share_answers or end <= request.prompt  # else it is never published
         if not is_given or not self._may_share(request) or end >= len(request.tokens):
