@@ -196,8 +196,21 @@ def test_a_name_gets_other_weights_and_slots_are_taken_again(folders: Path) -> N
         engine.load_adapter("a1", folders / "a1")
         with pytest.raises(UsageError, match="has rank 8 and there is room for 4: start with --adapter-rank 8"):
             engine.load_adapter("a2", folders / "a2")
-    with Engine(folders / "base", pages=60) as engine, pytest.raises(UsageError, match="no room for adapters"):
-        engine.load_adapter("a0", folders / "a0")
+    with Engine(folders / "base", pages=60) as engine:
+        with pytest.raises(UsageError, match="no room for adapters"):
+            engine.load_adapter("a0", folders / "a0")
+        with pytest.raises(UsageError, match="unknown adapter 'a0'"):  # it had got the model's own vector
+            engine.embed(prompt, adapter="a0")
+
+
+def test_a_request_whose_adapter_was_just_dropped_leaves_nothing(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(folders / "base", pages=60, adapters=1) as engine:
+        monkeypatch.setattr(engine, "check", lambda prompt, sampling: 12)  # it was there still
+        with pytest.raises(UsageError, match="unknown adapter 'a0'"):
+            engine.submit([1], asked(0), lambda part: None)
+        assert engine._unfinished == 0
 
 
 def test_adapters_stay_through_sleep_and_new_weights(folders: Path) -> None:

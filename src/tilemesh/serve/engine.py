@@ -217,10 +217,10 @@ class Engine(PromptTaker):
                     f"{self._unfinished} requests are under way, of {self.limits.waiting + self.limits.running} at "
                     "most: ask again later"
                 )
+            number = 0 if self._adapters is None else self._adapters.number(sampling.adapter)
             self._unfinished += sampling.n
             self._asked += 1
             seed = (self._seed + self._asked) & LARGEST_WHOLE if sampling.seed is None else sampling.seed
-            number = 0 if self._adapters is None else self._adapters.number(sampling.adapter)
             whole = options.get("whole", False)
             job = PromptJob(list(prompt), sampling, seed, self._counting(tell), constraint, number, whole)
             asked_ns = time.monotonic_ns()
@@ -392,6 +392,8 @@ class Engine(PromptTaker):
         self._scheduler.check(len(tokens), 1)
         if pooling not in POOLINGS:
             raise unknown("pooling", pooling, POOLINGS)
+        if adapter not in (None, *self.adapters):
+            raise unknown("adapter", str(adapter), sorted(self.adapters))
 
         def compute() -> list[float]:
             runner = self._core.runner
