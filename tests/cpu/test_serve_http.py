@@ -372,6 +372,13 @@ def test_a_full_queue_is_a_429_with_a_time_and_hanging_up_frees_everything(serve
     assert b'tilemesh_answers_total{reason="abort"}' in server.send("GET", "/metrics")[1]
 
 
+def test_more_answers_than_ever_fit_are_not_to_be_asked_for_again(server: Serving) -> None:
+    body = {"prompt": ["a"] * 2, "n": (RUNNING + WAITING) // 2 + 1, "max_tokens": 1}
+    code, content, _ = server.send("POST", "/v1/completions", json.dumps(body).encode())
+    assert code == 400
+    assert f"2 prompts of {body['n']} answers each: expected at most 1" in json.loads(content)["error"]["message"]
+
+
 def test_hanging_up_before_a_whole_reply_frees_its_pages(server: Serving) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     body = {"prompt": "a", "max_tokens": 90, "n": RUNNING + WAITING, "ignore_eos": True}

@@ -271,6 +271,10 @@ class Engine(PromptTaker):
         self._constraints.get(sampling.regex, sampling.json_schema)
         return self._scheduler.check(len(prompt), sampling.max_tokens)
 
+    def most_prompts(self, n: int) -> int:
+        """Of n answers each, that can be under way at a time."""
+        return (self.limits.waiting + self.limits.running) // n
+
     def wait_ready(self) -> None:
         """Until the ranks that compute have read their weights; without ranks at once."""
         if isinstance(self._core.runner, RankRunner):

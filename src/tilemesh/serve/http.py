@@ -300,6 +300,12 @@ class ServingApp:
         for text_or_tokens in asked.prompts:  # checked one by one: the first that cannot be answered ends it
             encoded.append(self.engine.encode(text_or_tokens))
             self.engine.check(encoded[-1], asked.sampling)
+        if len(encoded) > (most := self.engine.most_prompts(asked.sampling.n)):
+            raise RefusedError(
+                "prompt",
+                f"{len(encoded)} prompts of {asked.sampling.n} answers each: expected at most {most} prompts; send "
+                "them in several requests, or start with more --waiting",
+            )
         return encoded
 
     async def _whole(self, request: Request, reply: LiveReply, head: ReplyHead) -> Response:

@@ -123,6 +123,9 @@ class Replicas(PromptTaker):
     def check(self, prompt: Sequence[int], sampling: Sampling) -> int:
         return self.engines[0].check(prompt, sampling)
 
+    def most_prompts(self, n: int) -> int:
+        return sum(engine.most_prompts(n) for engine in self.engines)
+
     def update_weights(
         self,
         source: NewWeights,
