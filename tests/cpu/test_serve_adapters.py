@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 
 from tilemesh.compress.quantize import quantize
 from tilemesh.core.access import server_access
-from tilemesh.core.errors import UsageError
+from tilemesh.core.errors import RunError, UsageError
 from tilemesh.model import huggingface
 from tilemesh.model.adapter import LoraConfig, adapted_modules
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.kinds import compressed, projections
 from tilemesh.model.lora import PEFT_CONFIG, PEFT_WEIGHTS, read_adapter, save_adapter
 from tilemesh.model.transformer import Transformer
-from tilemesh.serve import Engine, Sampling
+from tilemesh.serve import Engine, Replicas, Sampling
 
 CONFIG = ModelConfig(
     layers=2, width=32, heads=4, kv_heads=2, mlp_width=64, vocabulary=259, context=96, norm="rmsnorm",
@@ -211,6 +211,28 @@ def test_a_request_whose_adapter_was_just_dropped_leaves_nothing(
         with pytest.raises(UsageError, match="unknown adapter 'a0'"):
             engine.submit([1], asked(0), lambda part: None)
         assert engine._unfinished == 0
+
+
+def test_an_adapter_is_in_all_replicas_or_in_none(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Replicas(folders / "base", 2, pages=60, adapters=1) as replicas:
+        first, second = replicas.engines
+        first.load_adapter("a1", folders / "a1")
+        assert not replicas.adapters  # one that not all have is not listed
+        first.drop_adapter("a1")
+        second.load_adapter("a1", folders / "a1")
+        with pytest.raises(UsageError, match="1 adapters are held"):
+            replicas.load_adapter("a0", folders / "a0")
+        assert not first.adapters
+        second.drop_adapter("a1")
+        replicas.load_adapter("a0", folders / "a0")
+
+        def fail(*_: object) -> None:
+            raise RunError("the engine is closed")
+
+        monkeypatch.setattr(second, "put_adapter", fail)
+        with pytest.raises(RunError, match="is closed"):
+            replicas.load_adapter("a0", folders / "a1")
+        assert [engine.adapters["a0"].folder for engine in replicas.engines] == [str(folders / "a0")] * 2
 
 
 def test_adapters_stay_through_sleep_and_new_weights(folders: Path) -> None:

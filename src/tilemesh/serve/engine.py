@@ -27,7 +27,7 @@ from tilemesh.kernels.launch.tensors import read_device
 from tilemesh.measure.gpu import CudaGraphs
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.kinds import group_sizes, kinds_of
-from tilemesh.model.lora import give_slots, read_adapter
+from tilemesh.model.lora import PeftAdapter, give_slots, read_adapter
 from tilemesh.model.work.weights import why_not, why_not_groups
 from tilemesh.serve.adapters import AdapterSlots, LoadedAdapter
 from tilemesh.serve.answers import EngineStatus
@@ -365,18 +365,27 @@ class Engine(PromptTaker):
     def load_adapter(self, name: str, folder: str | Path) -> None:
         """Hold what PEFT wrote into a folder under a name; it takes the place of one of this name, whose requests go on
         with what it was. `Engine(adapters=8)` says how many there may be."""
+        self.put_adapter(name, str(folder), self.open_adapter(name, folder))
+
+    def open_adapter(self, name: str, folder: str | Path) -> PeftAdapter:
+        """Weights that were found to fit this engine's model and the room that it has."""
         if self._adapters is None:
             raise UsageError("this engine has no room for adapters: start it with adapters (--adapters)")
         if not name or name == self.served.name:
             raise UsageError(f"an adapter called '{name}': expected a name of its own, which the model has not")
-        weights, slots = read_adapter(folder, self.config), self._adapters
-        slots.check(weights, str(folder))
+        weights = read_adapter(folder, self.config)
+        self._adapters.check(weights, str(folder))
+        return weights
+
+    def put_adapter(self, name: str, folder: str, weights: PeftAdapter) -> None:
+        slots = self._adapters
+        assert slots is not None
 
         def put() -> None:
             if self.asleep:
                 raise UsageError("the engine sleeps: wake it before it loads an adapter")
             in_use = {request.adapter for request in (*self._scheduler.running, *self._scheduler.waiting)}
-            slots.put(name, str(folder), weights, in_use)
+            slots.put(name, folder, weights, in_use)
             self._weights.write_adapters()
 
         self._between_steps(put)

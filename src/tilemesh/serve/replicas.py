@@ -11,7 +11,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar, Unpack
 
@@ -164,11 +164,22 @@ class Replicas(PromptTaker):
 
     @property
     def adapters(self) -> Mapping[str, LoadedAdapter]:
-        return self.engines[0].adapters
+        """Those that all replicas have."""
+        first, *others = (engine.adapters for engine in self.engines)
+        return {name: adapter for name, adapter in first.items() if all(name in each for each in others)}
 
     def load_adapter(self, name: str, folder: str | Path) -> None:
-        for engine in self.engines:
-            engine.load_adapter(name, folder)
+        """Into all replicas; where one of them cannot take it, the others have what they had."""
+        weights = self.engines[0].open_adapter(name, folder)
+        with ExitStack() as undo:
+            for engine in self.engines:
+                before = engine.adapters.get(name)
+                engine.put_adapter(name, str(folder), weights)
+                if before is None:
+                    undo.callback(engine.drop_adapter, name)
+                else:
+                    undo.callback(engine.put_adapter, name, before.folder, before.weights)
+            undo.pop_all()
 
     def drop_adapter(self, name: str) -> None:
         for engine in self.engines:
