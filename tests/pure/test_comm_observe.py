@@ -10,7 +10,7 @@ import pytest
 
 from tilemesh.comm import Communicator, run_threads
 from tilemesh.comm.runtime import observe
-from tilemesh.comm.runtime.choose import Choices
+from tilemesh.comm.runtime.choose import Choices, Request
 from tilemesh.comm.runtime.observe import BEGIN, CALL, TEST, WAIT, Note, Seen
 from tilemesh.core.errors import UsageError
 
@@ -301,6 +301,13 @@ def test_a_choice_that_this_transport_has_not_is_made_anew() -> None:
         assert choices.table == {"dp all_reduce 1024 float32 sum": comm.choice("all_reduce", 1024).algorithm}
 
     run_threads(2, main, timeout_s=TIMEOUT_S)
+
+
+def test_blocks_of_unequal_sizes_are_a_choice_of_their_own() -> None:
+    """gloo's own all_gather serves blocks of one size alone."""
+    choices, even = Choices(), Request("all_gather", 24, "float64", "sum")
+    for request, algorithm in ((even, "native"), (even._replace(uneven=True), "ring")):
+        assert choices.pick("tp", request, lambda of=algorithm: of, lambda name: True) == algorithm  # type: ignore[misc]
 
 
 def test_groups_keep_to_the_same_table_whatever_their_color() -> None:

@@ -93,7 +93,7 @@ class Choices:
     """What `auto` picked for each kind of call, and repeats, so that a run which goes on adds in the same order.
 
     `earlier`: the table of an earlier run, whose picks are kept to; `table`: what was picked (or repeated) now. Both
-    are plain JSON: algorithms by "group collective bytes dtype operation".
+    are plain JSON: algorithms by "group collective bytes dtype operation", with "uneven" after it where blocks differ.
     """
 
     def __init__(self, earlier: Mapping[str, str] | None = None) -> None:
@@ -106,7 +106,8 @@ class Choices:
         `can`: whether an algorithm serves this call here. A run that goes on over another transport may lack one, such
         as the library's own on threads; then its sums may round otherwise.
         """
-        key = f"{group} {request.collective} {request.nbytes} {request.dtype} {request.op}"
+        uneven = " uneven" if request.uneven else ""  # fewer algorithms may serve it
+        key = f"{group} {request.collective} {request.nbytes} {request.dtype} {request.op}{uneven}"
         if key not in self.table:
             before = self.earlier.get(key)
             self.table[key] = before if before is not None and can(before) else now()
