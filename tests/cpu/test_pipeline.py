@@ -205,6 +205,27 @@ def test_forward_passes_done_again() -> None:
     assert far(found, wanted, norm) < BOUND
 
 
+@pytest.mark.parametrize("recompute", ["full", "operators"])
+def test_passes_done_again_cut_sequences_as_long_as_they_were(recompute: str) -> None:
+    """Of sequence parallelism: a microbatch of another length may have passed since."""
+    plan = plan_of(schedule="1f1b", pp=2, tp=2, accumulation=3, sequence_parallel=True, recompute=recompute)
+    tokens, targets = text(LLAMA, plan.batch)
+    cuts = [StepPiece(tokens[:ROWS, :n], targets[:ROWS, :n], 0) for n in (8, 5, 7)]
+    model = Transformer(LLAMA, seed=3, dtype=torch.float64)
+    losses = [loss_sum(model(piece.tokens), piece.targets) for piece in cuts]
+    (sum(total for total, _ in losses) / sum(count for _, count in losses)).backward()
+
+    def main(comm: Communicator) -> dict[str, Tensor] | None:
+        laid = staged(comm, plan, LLAMA)
+        laid.passes(cuts)
+        laid.gradients.finish()
+        return gradients_of(laid)
+
+    found = run_threads(plan.world, main)[0]
+    assert found is not None
+    assert far(found, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, 1.0) < BOUND
+
+
 def test_weights_are_loaded_from_one_rank_and_gathered_again() -> None:
     plan = plan_of(schedule="1f1b", pp=2, tp=2, accumulation=2)
     state = {name: value + 1 for name, value in Transformer(GPT, seed=3, dtype=torch.float64).state_dict().items()}

@@ -301,7 +301,8 @@ class Laid:
                 if cache is not None:
                     entering = dataclasses.replace(now, cache=stretch_of(cache, before, count))
             stream = ResidualStream(self.programs.enter(tokens_BT, x_BTD, entering))
-            return self._through_layers(self.layer_calls() if layers is None else layers, stream, now)
+            calls = self.layer_calls(self.seams.tokens) if layers is None else layers
+            return self._through_layers(calls, stream, now)
 
     def head(self, stream: ResidualStream, rows_N: Tensor | None = None) -> HeadOutput:
         """What the head gives, inside `autocast`. `rows_N`: for these tokens alone, counted over the flattened batch,
@@ -323,18 +324,21 @@ class Laid:
             raise UsageError("a part of a model without its head has no logits: call activations, and give them on")
         return self.model.normalize(stream)
 
-    def layer_calls(self) -> list[LayerCall]:
-        """The layers here as they are called: where operators' results are kept, with what computes the rest again."""
-        layers = list(self.programs.layers)
-        if self.seams.sequence and self.plan.slices > 1:
-            layers = [partial(self._call_on_slice, layer) for layer in layers]
-        moves = "activations" in self.plan.offloads
-        return [partial(call_again, layer, moves=moves) for layer in layers] if self.keeps_by_operator else layers
+    def layer_calls(self, tokens: int | None = None) -> list[LayerCall]:
+        """The layers here as they are called: where operators' results are kept, with what computes the rest again.
 
-    def _call_on_slice(self, layer: LayerCall, stream: ResidualStream, now: Pass) -> ResidualStream:
-        """A layer that may be computed again when slices of other lengths have passed since."""
-        if now.cache is not None:
-            self.seams.tokens = now.cache.positions_BT.shape[1]
+        `tokens`: `Seams.tokens` of the pass that calls them; a compiler knows it from its trace.
+        """
+        layers = list(self.programs.layers)
+        if not self.keeps_by_operator:
+            return layers
+        if self.seams.sequence and tokens is not None:
+            layers = [partial(self._call_with, tokens, layer) for layer in layers]
+        return [partial(call_again, layer, moves="activations" in self.plan.offloads) for layer in layers]
+
+    def _call_with(self, tokens: int, layer: LayerCall, stream: ResidualStream, now: Pass) -> ResidualStream:
+        """A layer that may be computed again when passes of other lengths have been made since."""
+        self.seams.tokens = tokens
         return layer(stream, now)
 
     def compiled_regions(self) -> CompiledRegions:
@@ -350,14 +354,14 @@ class Laid:
     def _through_layers(
         self, layers: Sequence[Callable[..., Any]], stream: ResidualStream, now: Pass
     ) -> ResidualStream:
-        every = self.recompute_every
+        every, tokens = self.recompute_every, self.seams.tokens
         if every < 1 or not torch.is_grad_enabled():
             for layer in layers:
                 stream = layer(stream, now)
             return stream
 
         def stretch(x_BTD: Tensor, router_loss: Tensor | None, start: int) -> ResidualStream:
-            stream = ResidualStream(x_BTD, None, router_loss)
+            stream, self.seams.tokens = ResidualStream(x_BTD, None, router_loss), tokens  # others may have passed since
             for layer in layers[start : start + every]:
                 stream = layer(stream, now)
             return settled(stream)
