@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from tilemesh.graph.ir import Graph
 from tilemesh.graph.joint import ModuleCall, divided, halved, trace_joint
 from tilemesh.parallel.choose.stages import cut_stages
 from tilemesh.parallel.placed import place_joint
-from tilemesh.parallel.staged import stage
+from tilemesh.parallel.staged import StagedModule, _StepState, stage
 from tilemesh.plan.place.local import local_graph
 
 D = torch.float64
@@ -147,3 +148,28 @@ def test_what_no_placed_stage_can_run_is_refused() -> None:
         run_threads(2, lambda comm: stage(modules, comm, [{"tp": 1}, {"tp": 2}], microbatches))
     with pytest.raises(UsageError, match="3 modules on 2 stages"):
         run_threads(2, lambda comm: stage([*modules, Block()], comm, [{"tp": 1}, {"tp": 1}], microbatches))
+
+
+class OnDevice(Tensor):
+    """Stands for a tensor of a GPU: nothing but `cpu` makes an ordinary one of it."""
+
+    def cpu(self) -> Tensor:  # type: ignore[override]
+        return self.as_subclass(Tensor)
+
+
+def test_all_ranks_exchange_the_loss_from_the_host() -> None:
+    """A rank without losses has no GPU's tensor to give, and all must give alike."""
+    state, given = _StepState(), []
+
+    class Ranks:
+        def broadcast(self, mean: Tensor, root: int) -> Tensor:
+            given.append(type(mean))
+            return mean
+
+    def run() -> None:
+        state.losses.append(torch.ones(()).as_subclass(OnDevice))
+
+    chunk: Any = SimpleNamespace(state=state, placed=nn.Module())
+    ranks: Any = Ranks()
+    assert float(StagedModule(ranks, {0: chunk}, run, [0]).step([])) == 1
+    assert given == [Tensor]

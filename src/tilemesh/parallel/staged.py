@@ -140,7 +140,7 @@ class StagedModule(nn.Module):
         state.microbatches, state.losses = microbatches, []
         self.run()
         mean = torch.stack(state.losses).mean() if state.losses else torch.zeros((), dtype=torch.float64)
-        shared = self.comm.broadcast(mean.double().reshape(1), root=self.leads[-1])
+        shared = self.comm.broadcast(mean.double().reshape(1).cpu(), root=self.leads[-1])
         return torch.as_tensor(shared).reshape(())
 
     @torch.no_grad()
