@@ -10,9 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.shard import Cut, Shard
+from tilemesh.graph.ops import DTYPES
 from tilemesh.runs import names
 from tilemesh.runs.checkpoint import FAILED, IDLE, WRITTEN, Writer, sweep
 from tilemesh.runs.manifest import WRITING, DamagedError, checkpoints
@@ -136,3 +138,11 @@ def test_what_is_written_is_a_safetensors_file(tmp_path: Path) -> None:
     for found in (safetensors.load_file(tmp_path / "t.safetensors"), read_tensors(tmp_path / "t.safetensors")):
         assert found.keys() == tensors.keys()
         assert all(torch.equal(found[key], tensors[key]) for key in tensors)
+
+
+def test_tensors_of_every_dtype_that_a_traced_module_may_have_are_kept(tmp_path: Path) -> None:
+    tensors = {name: torch.tensor([0, 1, 3]).to(getattr(torch, name)) for name in DTYPES}
+    write_tensors(tmp_path / "tensors", tensors)
+    for read in (read_tensors(tmp_path / "tensors"), load_file(tmp_path / "tensors")):
+        assert {name: value.dtype for name, value in read.items()} == {n: v.dtype for n, v in tensors.items()}
+        assert all(torch.equal(read[name], value) for name, value in tensors.items())
