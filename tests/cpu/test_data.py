@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from tilemesh.data.order import Order
 from tilemesh.data.prepare import prepare
 from tilemesh.data.stream import Stream, batch
 from tilemesh.data.tokenizer import open_tokenizer
+from tilemesh.train.export import byte_tokenizer
 
 
 @given(
@@ -130,6 +132,27 @@ def test_a_tokenizers_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(RunError, match=r"pip install .tilemesh\[hf\]"):
         open_tokenizer(path)
+
+
+def test_shards_keep_the_tokenizer_that_they_were_prepared_with(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    (tmp_path / "t.txt").write_text("one two " * 100)
+    files = {}
+    for name, words in (("a", ("one", "two")), ("b", ("two", "one"))):
+        vocabulary = {word: number for number, word in enumerate([*words, "<eos>"])}
+        inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<eos>"))
+        inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        inner.save(str(tmp_path / f"{name}.json"))
+        files[name] = tmp_path / f"{name}.json"
+    (tmp_path / "bytes.json").write_text(json.dumps(byte_tokenizer()))
+    source = DataConfig(source=str(tmp_path / "t.txt"))
+    prepare(dataclasses.replace(source, tokenizer=files["a"]), tmp_path / "words")
+    prepare(source, tmp_path / "bytes")
+    for shards, same, other in (("words", "a", "b"), ("bytes", "bytes", "a")):
+        data = DataConfig(source=str(tmp_path / shards), tokenizer=tmp_path / f"{same}.json")
+        assert open_corpus(data).tokenizer.vocabulary == (3 if same == "a" else 256)
+        with pytest.raises(UsageError, match="were prepared with"):
+            open_corpus(dataclasses.replace(data, tokenizer=files[other]))
 
 
 def test_a_folder_in_place_of_a_tokenizer_is_said_to_be_one(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tilemesh.core.files import read_json_object
 from tilemesh.core.ranges import Range, shown
 from tilemesh.data.config import SHARD_SUFFIX, DataConfig, has_shards
 from tilemesh.data.stream import Corpus, CorpusPart, Stream, cut_end
-from tilemesh.data.tokenizer import Tokenizer, Unknown, open_tokenizer
+from tilemesh.data.tokenizer import FileTokenizer, Tokenizer, Unknown, open_tokenizer
 
 META_FILE = "meta.json"
 HELD_OUT_PREFIX = "heldout"
@@ -27,6 +27,7 @@ COUNTED_SUFFIX = ".counted"
 BEGINS_SUFFIX = ".begins"
 DTYPES: dict[str, Any] = {"uint8": np.uint8, "uint16": np.uint16, "uint32": np.uint32}
 _VOCABULARY = Range(0, 2**32)
+_ASCII = bytes(range(128))
 
 
 def open_shards(folder: Path, data: DataConfig, weight: float = 1.0) -> Corpus:
@@ -85,10 +86,21 @@ def _begins(path: Path, tokens: int) -> NDArray[np.int64]:
 
 def _tokenizer(folder: Path, data: DataConfig, meta: dict[str, Any]) -> Tokenizer:
     name = meta.get("tokenizer")
-    chosen = data.tokenizer or (folder / name if name and name != "bytes" else None)
-    if chosen is None and name != "bytes":
-        return Unknown(int(meta.get("vocabulary", 0)))
-    return open_tokenizer(chosen)
+    own = None if name in (None, "bytes") else folder / name
+    if data.tokenizer is None:
+        return Unknown(int(meta.get("vocabulary", 0))) if name is None else open_tokenizer(own)
+    chosen = FileTokenizer(data.tokenizer)
+    if own is not None and own.is_file():
+        differs = chosen.ids() != FileTokenizer(own).ids()
+    else:  # an exported model of bytes has a file whose tokens are the bytes
+        differs = name == "bytes" and (chosen.vocabulary != 256 or chosen.encode(_ASCII).tolist() != list(_ASCII))
+    if differs:
+        raise UsageError(
+            "data.tokenizer",
+            f" is {data.tokenizer} and the shards in {folder} were prepared with {own or 'bytes as tokens'}: prepare "
+            "them again with the tokenizer of the model, or set no other one",
+        )
+    return chosen
 
 
 def _mapped(path: Path, dtype: Any) -> NDArray[Any]:

@@ -166,6 +166,10 @@ class FileTokenizer:
         offsets = np.asarray(encoded.offsets, np.int64).reshape(-1, 2)
         return EncodedText(tokens, offsets[:, 0], offsets[:, 1], self._is_special[tokens])
 
+    def ids(self) -> tuple[str | None, dict[str, int]]:
+        """Which token ends a document, and the number of each."""
+        return self.end_token, self._inner.get_vocab(with_added_tokens=True)
+
     def digest(self) -> str:
         """The same for two files that mean the same tokens."""
         return hashlib.sha256(f"{self.end_token} {self._inner.to_str()}".encode()).hexdigest()
