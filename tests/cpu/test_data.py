@@ -103,6 +103,15 @@ def test_shards_from_elsewhere_are_16_bit_tokens(tmp_path: Path) -> None:
     assert (corpus.train.length, corpus.held_out.length) == (5000, 100)
     with pytest.raises(UsageError, match=r"set data\.tokenizer"):
         corpus.tokenizer.encode(b"text")
+    documents = DataConfig(source=str(tmp_path), packing="documents")
+    with pytest.raises(UsageError, match="nobody said which token ends a document"):
+        open_corpus(documents)
+    (tmp_path / "meta.json").write_text(json.dumps({"end": 50}))
+    corpus = open_corpus(documents)
+    assert corpus.train.begins(corpus.tokenizer.end).tolist() == [0, 51]
+    (tmp_path / "meta.json").write_text(json.dumps({"end": "50"}))
+    with pytest.raises(UsageError, match="end is '50'"):
+        open_corpus(documents)
     (tmp_path / "meta.json").write_text(json.dumps({"dtype": "int3"}))
     with pytest.raises(UsageError, match="dtype is 'int3'"):
         open_corpus(DataConfig(source=str(tmp_path)))

@@ -40,6 +40,13 @@ def open_shards(folder: Path, data: DataConfig, weight: float = 1.0) -> Corpus:
             "that ends documents, so that conversations would be cut in the middle: prepare the shards again, or set "
             "data.packing=stream",
         )
+    tokenizer = _tokenizer(folder, data, meta)
+    if data.packing != "stream" and isinstance(tokenizer, Unknown) and "end" not in meta:
+        raise UsageError(
+            "data.packing",
+            f" is {data.packing} and nobody said which token ends a document in {folder}: set data.tokenizer, give "
+            f"its number as end in {folder / META_FILE}, or set data.packing=stream",
+        )
     dtype = DTYPES[meta.get("dtype", "uint16")]
     paths = sorted(folder.glob("*" + SHARD_SUFFIX))
     held_paths = [path for path in paths if path.name.startswith((HELD_OUT_PREFIX, "val"))]
@@ -50,7 +57,7 @@ def open_shards(folder: Path, data: DataConfig, weight: float = 1.0) -> Corpus:
     if not held_paths:
         train, unseen = cut_end(train, data.held_out)
     words = f"{len(paths)} shards of {folder}: {train.length:,} tokens, {unseen.length:,} held out"
-    return Corpus((CorpusPart(train, unseen, weight),), _tokenizer(folder, data, meta), words)
+    return Corpus((CorpusPart(train, unseen, weight),), tokenizer, words)
 
 
 def shards_tokenizer(folder: Path, data: DataConfig) -> Tokenizer:
@@ -88,7 +95,8 @@ def _tokenizer(folder: Path, data: DataConfig, meta: dict[str, Any]) -> Tokenize
     name = meta.get("tokenizer")
     own = None if name in (None, "bytes") else folder / name
     if data.tokenizer is None:
-        return Unknown(int(meta.get("vocabulary", 0))) if name is None else open_tokenizer(own)
+        unknown = Unknown(int(meta.get("vocabulary", 0)), end=int(meta.get("end", 0)))
+        return unknown if name is None else open_tokenizer(own)
     chosen = FileTokenizer(data.tokenizer)
     if own is not None and own.is_file():
         differs = chosen.ids() != FileTokenizer(own).ids()
@@ -122,4 +130,5 @@ def _read_meta(folder: Path) -> dict[str, Any]:
     if name is not None and (not isinstance(name, str) or Path(name).name != name):
         raise UsageError(f"{path}: tokenizer is {shown(name)}: expected bytes, or the name of a file in this folder")
     _VOCABULARY.check(f"{path}: vocabulary", vocabulary, whole=True)
+    _VOCABULARY.check(f"{path}: end", meta.get("end", 0), whole=True)
     return meta
