@@ -22,7 +22,7 @@ from tilemesh.runs.folder import new_run
 from tilemesh.runs.kind import MODULE
 from tilemesh.train import load_config
 from tilemesh.train.config import TrainConfig, of_run
-from tilemesh.train.export import STATE, export
+from tilemesh.train.export import STATE_FILE, export
 from tilemesh.train.module_rank import train_here
 from tilemesh.train.programs import read_program
 from tilemesh.train.schedule import rate
@@ -75,7 +75,7 @@ def trained(config: TrainConfig, folder: Path, stop_after: int | None = None, re
 
     run_threads(config.ranks, rank)
     export(folder, out := folder.parent / f"{folder.name}-{stop_after}")
-    return dict(load_file(out / STATE))
+    return dict(load_file(out / STATE_FILE))
 
 
 def plain(config: TrainConfig, tmp_path: Path) -> dict[str, Any]:
@@ -120,6 +120,38 @@ def test_dropout_goes_on_where_it_was_on_another_mesh(tmp_path: Path) -> None:
     then = trained(configured(tmp_path, "tp=2", dropout=0.4), tmp_path / "cut", resume=True)
     for name, value in whole.items():
         torch.testing.assert_close(then[name], value, atol=1e-10, rtol=1e-10, msg=name)
+
+
+TIED = """
+import torch
+from torch import nn
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.head.weight = self.table.weight
+        self.register_buffer("mask", torch.arange(8) != 3)
+        self.register_buffer("scale", torch.ones(4), persistent=False)
+
+    def forward(self, x, y):
+        return nn.functional.cross_entropy(self.head(self.table(x) * self.scale) * self.mask.float(), y)
+
+
+def make():
+    return Tied(), {"x": torch.arange(8), "y": torch.arange(8)}
+"""
+
+
+def test_what_is_exported_is_the_modules_state(tmp_path: Path) -> None:
+    """With tied weights under both names, buffers of any dtype, and without those that are not persistent."""
+    (tmp_path / "program.py").write_text(TIED)
+    config = load_config(f"{tmp_path}/program.py:make", mesh="tp=1", sets=["train.steps=1", "train.trace_steps=0"])
+    state = trained(config, tmp_path / "run")
+    module = read_program(config.module.program).module
+    module.load_state_dict(state)
+    assert torch.equal(module.mask, torch.arange(8) != 3)
 
 
 def test_a_run_of_one_rank_from_python(tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ WEIGHT = "weight"
 """Before the name of a parameter (`weight:NAME`); the optimizer's states are stored under their own words."""
 MODEL = "model"
 """Under this name `written_by` has the model's configuration, which decides what the weights mean."""
+STATE = "state"
+"""Under this name `written_by` has, of a module of the user's, under which name each entry of its state is kept."""
 MANIFEST_FILE = "manifest.json"
 WRITING, REMOVING = ".writing-", ".removing-"  # a leading dot: not yet, or no longer, a checkpoint
 _STEP = re.compile(r"step-(\d{8,})")

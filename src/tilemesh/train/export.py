@@ -21,13 +21,13 @@ from tilemesh.model.config import check_written_model
 from tilemesh.model.families.carried import TOKENIZER, TOKENIZER_CONFIG, copy_carried, special_ids
 from tilemesh.model.read import Weights, read_weights
 from tilemesh.runs.base import check_base
-from tilemesh.runs.manifest import MODEL, WEIGHT
+from tilemesh.runs.manifest import MODEL, STATE, WEIGHT
 from tilemesh.runs.names import CARRIED, CHECKPOINTS, CONFIG
 from tilemesh.runs.reader import Reader, open_checkpoint
 from tilemesh.runs.tensors import write_tensors
 from tilemesh.train.config import TrainConfig, of_run
 
-STATE = "model.safetensors"
+STATE_FILE = "model.safetensors"
 """Of a module that is no Transformer of ours: all its weights and buffers, by name."""
 
 
@@ -52,9 +52,10 @@ def export(
     _check_target(folder)
     reader = open_checkpoint(run, step, say)
     if config.trains_module:  # what its own `load_state_dict` takes
-        names = [name.partition(":")[2] for name in reader.names if name.startswith(f"{WEIGHT}:")]
+        kept = [name.partition(":")[2] for name in reader.names if name.startswith(f"{WEIGHT}:")]
+        names = reader.manifest.written_by.get(STATE) or {name: name for name in kept}
         with filling(Path(folder)):
-            write_tensors(Path(folder) / STATE, {name: reader.weight(name) for name in names})
+            write_tensors(Path(folder) / STATE_FILE, {name: reader.weight(of) for name, of in names.items()})
         return reader.manifest.step
     manifest = reader.manifest
     check_written_model(manifest.written_by.get(MODEL), manifest.step, config.model, Path(run) / CONFIG)

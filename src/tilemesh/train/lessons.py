@@ -66,6 +66,10 @@ class Lessons:
         """What the model is prepared for."""
         return use
 
+    def written_by(self) -> dict[str, Any]:
+        """What checkpoints say of what is trained, beside the model's configuration."""
+        return {}
+
     def source(self, laid: Laid, recorder: Recorder, seat: Seat | None) -> Source:
         device = next(laid.module.parameters()).device
         if seat is None:

@@ -33,6 +33,7 @@ from tilemesh.plan.local import local_machine
 from tilemesh.plan.place.cost import MeshCost
 from tilemesh.runs.folder import write_prediction
 from tilemesh.runs.kind import MODULE, Kind
+from tilemesh.runs.manifest import STATE
 from tilemesh.train import rank
 from tilemesh.train.config import ModuleRun, TrainConfig
 from tilemesh.train.lessons import Lessons
@@ -117,8 +118,13 @@ class ModuleLessons(Lessons):
             )  # fmt: skip
         self.placed = placed
         self.predict(_cost(mesh, ranks, device), mesh.comm)
-        names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
-        return lay_placed(placed, self.config.plan, names)
+        names = {id(value): name for name, value in (*model.named_parameters(), *model.named_buffers())}
+        state = model.state_dict(keep_vars=True).items()  # with tied weights, without buffers that are not persistent
+        self.state = {name: names[id(value)] for name, value in state if id(value) in names}
+        return lay_placed(placed, self.config.plan, names.values())
+
+    def written_by(self) -> dict[str, Any]:
+        return {STATE: self.state}
 
     def predict(self, cost: MeshCost | str, comm: Communicator) -> None:
         """What its step is expected to take, before the first is made."""

@@ -285,7 +285,8 @@ def make_loop(task: RankTask, comm: Communicator, seat: Seat | None, lessons: Le
         keep=config.checkpoint.keep,
         # States that fill the host's memory have no room there for a copy of them.
         background=config.checkpoint.background and "optimizer" not in config.plan.offloads,
-        written_by={MODEL: to_dict(config.model), "plan": config.plan.to_dict(), "versions": versions()},
+        written_by={MODEL: to_dict(config.model), "plan": config.plan.to_dict(), "versions": versions()}
+        | lessons.written_by(),
         say=say,
         note=journal.add,
     )
