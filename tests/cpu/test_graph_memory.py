@@ -65,6 +65,28 @@ def test_a_budget_of_memory_is_kept_by_computing_again() -> None:
     assert sorted(predicted, reverse=True) == predicted
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_random_numbers_are_not_drawn_again(dynamic: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(*shape, generator=generator) / 4 for shape in ((16, 64), (64, 16))]
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = x + nn.functional.dropout(nn.functional.gelu(x @ weights[0]), 0.3) @ weights[1]
+        return x
+
+    torch._dynamo.reset()
+    backend, gradients = Backend(memory="40KiB"), []
+    for run in (call, torch.compile(call, backend=backend, dynamic=dynamic)):
+        torch.manual_seed(0)
+        x = torch.linspace(-2, 2, 512).reshape(32, 16).requires_grad_()
+        run(x).square().sum().backward()
+        gradients.append(x.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+    (cut,) = backend.report.cuts
+    assert cut.share is not None, "nothing was computed again"
+
+
 def test_a_budget_that_cannot_be_kept_is_refused_with_what_would_do() -> None:
     torch._dynamo.reset()
     model = _mlp(1)

@@ -36,6 +36,14 @@ def _bits(result: Any) -> list[Any]:
 
 NARROW = torch.linspace(-1.5, 1.5, 7).bfloat16()
 EXACT: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
+    "numbers that are negated as they are read": (
+        lambda x: x * 2 + 1,
+        (torch.complex(ZEROS, torch.linspace(1, 4, 4)).conj().imag,),
+    ),
+    "whole numbers beyond the largest": (
+        lambda x: (x + 1 > x, x - 1 < x, x * 2 > x),
+        (torch.tensor([2**31 - 1, -(2**31), 5], dtype=torch.int32),),
+    ),
     "a cast through a smaller range": (lambda x: x.half().float(), (torch.tensor([1e30, 1.0]).bfloat16(),)),
     "zeros of both signs": (lambda x: (torch.copysign(x, 0.0), torch.copysign(x, -0.0), x * 0.0, x * -0.0), (ZEROS,)),
     "zeros added": (lambda x: (x + 0.0, x - 0.0, x + -0.0, x - -0.0), (ZEROS,)),

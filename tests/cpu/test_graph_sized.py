@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from tilemesh.bench.graph.models import GptBlock, ModelSize
 from tilemesh.core.c_library import compiler
@@ -93,6 +94,23 @@ def test_what_is_no_formula_gets_a_program_per_size() -> None:
     """Half of a size is none that is served; the results are right all the same."""
     backend = _checked(lambda: _pairs, [(2 * rows, 3) for rows in (2, 5, 7)])
     assert len(backend.report.pieces) > 2
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: functional.pad(x, (0, 0, 0, -x.shape[0] % 64)).softmax(-1).sum(0) / x.shape[0],
+        lambda x: functional.pad(x, (0, 0, 0, -x.shape[0] % 2)).exp().sum(0),
+        lambda x: torch.exp(x[: x.shape[0] // 64 * 64]) + 1,
+        lambda x: x.exp() * (x.shape[0] % 2) + x.shape[0] // 64,
+        lambda x: x.exp()[: torch.sym_min(x.shape[0], 64)] * 2,
+    ],
+    ids=["to 64", "to 2", "whole 64", "factor", "least"],
+)
+def test_sizes_that_are_rounded_are_right_at_every_size(call: Callable[..., Any]) -> None:
+    """At four neighbouring primes these are constants."""
+    _checked(lambda: call, [(rows, 6) for rows in (100, 130, 200, 300, 30)])
 
 
 def test_a_formula_fits_all_sizes_or_none() -> None:

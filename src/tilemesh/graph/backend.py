@@ -174,7 +174,7 @@ class Backend:
             return _as_traced(module)
         took = time.perf_counter() - began
         self.report.pieces.append(Compiled(count, graph, steps, took, "", before, run, len(inputs), held))
-        return run
+        return _with_signs(run)
 
     def _by_sizes(self, module: fx.GraphModule, way: str | None) -> Callable[[list[Any]], Any]:
         """One program for all sizes where there is one (`sized.py`), else one for each combination that is seen."""
@@ -216,7 +216,7 @@ class Backend:
                     count = sum(node.op == "call_function" for node in module.graph.nodes)
                     took = time.perf_counter() - began
                     self.report.pieces.append(Compiled(count, written.run.graph, written.steps, took))
-                    return run
+                    return _with_signs(run)
         except NotServedError:
             pass
         return None
@@ -226,6 +226,19 @@ class Backend:
         static, tensors = _at_sizes(module, inputs)
         with AheadCompilers(None if way == "triton" else 0) as self.ahead:
             return self._compile(static, tensors, way)
+
+
+def _with_signs(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """The same for inputs whose numbers torch would negate as they are read, which kernels do not see."""
+
+    def signed(inputs: list[Any]) -> Any:
+        for place, value in enumerate(inputs):
+            if isinstance(value, torch.Tensor) and value.is_neg():
+                inputs[place] = value.resolve_neg()
+        return run(inputs)
+
+    signed._boxed_call = True  # type: ignore[attr-defined]
+    return signed
 
 
 def _at_sizes(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, list[Any]]:

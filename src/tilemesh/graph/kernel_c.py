@@ -27,7 +27,7 @@ DTYPES |= {"bool": "uint8_t"}
 PARALLEL = 16_384  # elements of a region above which threads pay
 BLOCK = 4_096  # columns that a thread takes at once where a region has one row
 _COMPUTED = DTYPES | {"bfloat16": "float"}
-_OPTIONS = ("-O3", NATIVE, "-fno-math-errno", "-fno-trapping-math", "-std=gnu11", "-fopenmp")
+_OPTIONS = ("-O3", NATIVE, "-fno-math-errno", "-fno-trapping-math", "-fwrapv", "-std=gnu11", "-fopenmp")
 
 
 class CWriter(KernelWriter):

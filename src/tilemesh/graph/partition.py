@@ -23,8 +23,9 @@ from tilemesh.core.units import format_bytes
 from tilemesh.graph.ir import Graph
 from tilemesh.graph.memory import lifetimes, live_bytes
 
-SHARES = (1.0, 0.8, 0.6, 0.4, 0.3, 0.2, 0.1, 0.05, 0.0)
-"""Of what the least cut keeps. 1.0 computes only cheap values again."""
+SHARES = (1.0, 0.8, 0.6, 0.4, 0.3, 0.2, 0.1, 0.05, 1e-6)
+"""Of what the least cut keeps. 1.0 computes only cheap values again. At 0 torch would keep inputs alone, whatever must
+be kept."""
 
 Programs = tuple[fx.GraphModule, fx.GraphModule]
 
@@ -51,6 +52,8 @@ def least_cut(joint: fx.GraphModule, inputs: Any, **settings: Any) -> Programs:
     the logits anyway and need not write the others, so those are computed again.
     """
     for node in joint.graph.nodes:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # drawn again it would be other numbers
         if node.target is torch.ops.aten.nll_loss_forward.default and isinstance(node.args[0], fx.Node):
             chances = node.args[0]
             if chances.target in (torch.ops.aten.sub.Tensor, torch.ops.aten._to_copy.default):

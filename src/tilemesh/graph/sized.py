@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from tilemesh.graph import kernel_c
 from tilemesh.graph.emit import Emitted
@@ -48,6 +49,11 @@ class SymbolReader:
         used = {symbol for value in self.values for number in _numbers(value) for symbol in _symbols(number)}
         if not self.places or used - self.places.keys():
             raise NotServedError("sizes that no input shows")
+        # What a formula is found from are four sizes: half of T, rounded down, is one of these and not of others.
+        for node in module.graph.nodes:
+            for value in tree_leaves(node.meta.get("val")):
+                if not all(map(_is_polynomial, _numbers(value))):
+                    raise NotServedError(f"a size that is no sum of products: {node}")
 
     def read(self, inputs: Sequence[Any]) -> Sizes:
         return tuple(inputs[place] if dim is None else inputs[place].shape[dim] for place, dim in self.places.values())
@@ -86,6 +92,16 @@ def _numbers(value: Any) -> list[Any]:
 
 def _symbols(number: Any) -> set[Any]:
     return set(number.node.expr.free_symbols) if isinstance(number, torch.SymInt) else set()
+
+
+def _is_polynomial(number: Any) -> bool:
+    """Of the sizes that change."""
+    if not isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return True
+    expression = number.node.expr
+    if type(expression).__name__ == "ToFloat":
+        [expression] = expression.args
+    return bool(expression.is_polynomial(*expression.free_symbols))
 
 
 def _is_prime(number: int) -> bool:
