@@ -88,7 +88,7 @@ MOST_LINES = {
     "graph": 9_914,
     "model": 11_127,
     "plan": 9_042,
-    "parallel": 10_422,
+    "parallel": 10_425,
     "methods": 1_972,
     "compress": 1_832,
     "train": 9_184,

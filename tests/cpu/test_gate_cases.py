@@ -12,6 +12,7 @@ import pytest
 from tilemesh.comm import run_threads
 from tilemesh.core.conflicts import is_runnable
 from tilemesh.core.errors import UsageError
+from tilemesh.kernels.lowbit.formats import parse_scheme
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.kinds import open_codes, projections
 from tilemesh.model.transformer import Transformer
@@ -47,6 +48,9 @@ def test_every_case_of_eight_ranks_can_be_laid() -> None:
             models[config, weights] = Transformer(config, seed=1, device="cpu" if weights else "meta")
             if weights:
                 compress_all(models[config, weights], weights)
+            if weights.startswith("rounded "):  # in every pass, so that groups that do not divide show there first
+                scheme = parse_scheme(weights.removeprefix("rounded "))
+                assert all(scheme.groups(layer.in_features) for _, layer in projections(models[config, weights]))
         model, plan = models[config, weights], case.layout
         if plan.tp > 1:
             for _, layer in projections(model):
