@@ -498,6 +498,25 @@ def test_two_runs_differ_by_more_than_noise_or_not(make_run: MakeRun) -> None:
     assert "no figure differs" in compare.sentence("b", [], same)
 
 
+def test_rows_of_two_runs_are_held_against_those_of_their_own_case() -> None:
+    def row(recipe: str, seconds: float) -> Row:
+        return Row(
+            name="decoded token", case={"recipe": recipe}, unit="s", measured=Sample(seconds, seconds, seconds, 5),
+            predicted=None, limit=None, missing=dict.fromkeys(("predicted", "limit", "peers"), "none"), machine="m",
+            versions={}, commit="a", command="c",
+        )  # fmt: skip
+
+    first = [row("int8", 1.0), row("int4", 2.0), row("2:4", 3.0)]
+    found = compare.of_rows(first, [row("int4", 2.0), row("int8", 0.5)])
+    assert [(each.name, each.verdict) for each in found] == [
+        ("decoded token, recipe int8", compare.BETTER),
+        ("decoded token, recipe int4", compare.SAME),
+    ]
+    alone = compare.of_rows(first[:1], [row("int4", 2.0)])  # one of each run: what was changed
+    assert [(each.name, each.verdict) for each in alone] == [("decoded token", compare.WORSE)]
+    assert compare.of_rows(first, [row("int8", 1.0), row("int8", 2.0)]) == []  # which of the two is not known
+
+
 # ---- escaping --------------------------------------------------------------------------------------------------
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tilemesh.measure.row import Row, higher_is_better
+from tilemesh.measure.row import CaseValue, Row, higher_is_better
 from tilemesh.measure.sample import Sample, equal
 from tilemesh.report.run import Run, flat
 from tilemesh.runs.values import number
@@ -90,14 +91,34 @@ def summary_figures(run: Run) -> dict[str, float]:
 
 
 def of_rows(first: Sequence[Row], second: Sequence[Row]) -> list[Difference]:
-    """What both have measured."""
-    theirs = {row.name: row for row in second}
+    """What both have measured: rows of one name, and of one case where a run has several of that name."""
+    ours, theirs = _by_case(first), _by_case(second)
+    names = Counter(name for name, _ in (*ours, *theirs))
     differences = []
-    for row in first:
-        other = theirs.get(row.name)
-        if other is not None and row.measured is not None and other.measured is not None and row.unit == other.unit:
-            differences.append(_difference(row.name, row.unit, row.measured, other.measured, _more_is_better(row)))
+    for (name, case), rows in ours.items():
+        alike = theirs.get((name, case), [])
+        if names[name] == 2 and not alike:  # a row of each run, whatever they were measured at
+            alike = next((others for (other, _), others in theirs.items() if other == name), [])
+        if len(rows) != 1 or len(alike) != 1:
+            continue
+        row, other = rows[0], alike[0]
+        if row.measured is not None and other.measured is not None and row.unit == other.unit:
+            words = [f"{key} {value}" for key, value in case] if names[name] > 2 else []
+            title = ", ".join([name, *words])
+            differences.append(_difference(title, row.unit, row.measured, other.measured, _more_is_better(row)))
     return differences
+
+
+_TELLING = ("recipe", "rate", "batch", "shared", "how")
+"""What of a row's case tells it from others of its name in a run."""
+
+
+def _by_case(rows: Sequence[Row]) -> dict[tuple[str, tuple[tuple[str, CaseValue], ...]], list[Row]]:
+    cases: dict[tuple[str, tuple[tuple[str, CaseValue], ...]], list[Row]] = {}
+    for row in rows:
+        case = tuple((key, row.case[key]) for key in _TELLING if key in row.case)
+        cases.setdefault((row.name, case), []).append(row)
+    return cases
 
 
 def _once(value: float) -> Sample:
