@@ -304,6 +304,30 @@ def test_steps_launched_kernel_by_kernel_stand_beside_ours(engine: Engine, tmp_p
     assert (tmp_path / "decode-2.txt").read_text().split()[:2] == ["us", "calls"]
 
 
+def test_a_decode_step_is_one_of_all_its_sequences(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where prompts take so many steps that the first answer would be over before the last one begins."""
+    histories: list[Any] = []
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        histories.append(run_load(*arguments, **options))
+        return histories[-1]
+
+    monkeypatch.setattr("tilemesh.bench.serve.run.run_load", noted)
+    model = random_served("tiny", TINY.replace(layers=1, width=32, heads=2, context=128), torch.float32)
+    with Engine(model, pages=80, running=8, step_tokens=16) as narrow:
+        bench = ServeBench(narrow, {}, None, "no clock", ServeGoal(), lambda text: None)
+        bench.steps([8], length=100, count=10)
+    steps = [step.decode_tokens for step in histories[-1].steps if not step.prefill_tokens]
+    assert steps.count(8) >= 8
+    (row,) = bench.findings.rows
+    assert row.measured is not None
+    assert row.measured.n == steps.count(8) - 2
+    assert main(["bench", "serve", "--steps", "1,8", "--running", "4"]) == 2
+    assert "--steps 8 and --running 4" in capsys.readouterr().err
+
+
 def test_replicas_that_share_experts_are_timed_beside_their_prediction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

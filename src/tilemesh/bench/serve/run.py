@@ -133,10 +133,12 @@ class ServeBench:
     ) -> None:
         """A decode step of so many sequences, each with about `length` tokens. `plain`: the same engine with every
         kernel launched by itself, beside it. `profile`: a folder for a step's kernels. `count`: tokens decoded."""
+        page = self.engine.limits.page_tokens
         for batch in batches:
             parts = [SequencePart(1, length, 1)] * batch
             guess = None if self.clock is None else self.clock(parts)
-            begin = max(1, length - count // 2)
+            # A token after whole pages: all else of a prompt that was computed before is there.
+            begin = max(0, round((length - count / 2) / page)) * page + 1
             load = make_load(batch, Lengths(begin, begin), Lengths(count, count), self.engine.config.vocabulary, seed=7)
             limit = None if self.clock is None else self.clock.limit(parts)
             measured = _step_times(self.engine, load, self.watched)
@@ -302,11 +304,14 @@ class ServeBench:
 
 
 def _step_times(engine: Engine, load: Sequence[LoadRequest], watched: bool) -> Sample:
-    """Of the steps in which all requests decode."""
+    """Of the steps in which all requests decode. Their prompts are computed before: the first answer would else be over
+    when the last prompt is through."""
+    run_load(engine, [replace(request, output=1) for request in load], watched=False)
     history = run_load(engine, load, watched)
-    steps = [step.seconds for step in history.steps if step.decode_tokens == len(load) and not step.prefill_tokens] or [
-        gap for record in history.requests.values() for gap in record.gaps_s[load[0].output // 4 :]
-    ]
+    steps = [step.seconds for step in history.steps if step.decode_tokens == len(load) and not step.prefill_tokens]
+    if history.steps and not steps:
+        raise RunError(f"no step had all {len(load)} sequences in it: set --step-tokens higher")
+    steps = steps or [gap for record in history.requests.values() for gap in record.gaps_s[load[0].output // 4 :]]
     return Sample.of(steps[2:] or steps)
 
 

@@ -91,6 +91,10 @@ def serve(options: ServeBenchOptions) -> Output:
         raise UsageError("--loads are shares of what is served offline: leave --blocks 0, --trace and --url out")
     if options.url is not None:
         return _load_server(options, options.url)
+    if (most := max(options.steps, default=0)) > options.running:
+        raise UsageError(
+            f"--steps {most} and --running {options.running}: no more decode together; set --running {most}"
+        )
     console = console_beside(options.json)
     sizes = _sizes(options)
     served = _served(options)
