@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from tilemesh.bench.train.compare import (
 from tilemesh.bench.train.peers import PlainStep, decay_groups, pad_vocabulary
 from tilemesh.bench.train.rows import train_rows
 from tilemesh.bench.train.sleeping import simulated_s
+from tilemesh.bench.train.torch_zero import replicas_step
 from tilemesh.cli.main import main
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.plan import ParallelPlan
@@ -110,10 +112,22 @@ def test_a_peer_that_computes_something_else_is_refused(tmp_path: Path) -> None:
         ("pp=2", "model.layers=2", ("eager", "pipeline")),
         ("dp=2,pp=2", "model.layers=2", ("fsdp-pipeline",)),
         ("dp=2", "train.steps=9", ("eager", "compile", "ddp")),
+        ("dp=2,tp=2", "train.steps=9", ("eager", "compile")),
+        ("cp=2", "train.steps=9", ("eager", "compile")),
     ],
 )
 def test_peers_suit_the_plan(mesh: str, sets: str, names: tuple[str, ...], tmp_path: Path) -> None:
     assert usual_peers(made(tmp_path, sets, mesh=mesh)) == names
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero-optimizer", "fsdp"])
+@pytest.mark.parametrize("mesh", ["tp=2", "cp=2"])
+def test_peers_of_replicas_do_not_compute_a_batch_once_per_rank(name: str, mesh: str, tmp_path: Path) -> None:
+    zero = {"zero-optimizer": 1, "fsdp": 3}.get(name, 0)
+    config = made(tmp_path, "train.steps=9", mesh=mesh)
+    config = replace(config, plan=replace(config.plan, zero=zero))
+    with pytest.raises(RunError, match=f"on replicas alone, not with {mesh.replace('=', ' ')}"):
+        replicas_step(name)(config, torch.device("cpu"))
 
 
 @pytest.mark.slow

@@ -193,7 +193,7 @@ def usual_peers(config: TrainConfig) -> tuple[str, ...]:
         return ("fsdp-pipeline",) if plan.dp * plan.tp > 1 else ("eager", "pipeline")
     if plan.zero:
         return ("zero-optimizer" if plan.zero == 1 else "fsdp", "deepspeed")
-    return ("eager", "compile", "ddp")
+    return ("eager", "compile", *(("ddp",) if plan.tp * plan.cp == 1 else ()))
 
 
 def _end(title: str, started: Ranks, say: Callable[[str], None], *error: Any) -> None:

@@ -35,8 +35,8 @@ def replicas_step(name: str) -> Callable[[TrainConfig, torch.device], Callable[[
 def require_replicas(config: TrainConfig, peer: str, stages: tuple[int, ...]) -> None:
     """Refuse a plan that a peer for replicas alone cannot run, or that it would run as something else."""
     plan = config.plan
-    if plan.tp * plan.pp > 1:
-        raise RunError(f"{peer} is run on replicas alone, not with tp {plan.tp} and pp {plan.pp}")
+    if cut := [f"{axis} {size}" for axis in ("tp", "cp", "pp") if (size := getattr(plan, axis)) > 1]:
+        raise RunError(f"{peer} is run on replicas alone, not with {' and '.join(cut)}")
     if plan.zero not in stages:
         known = " or ".join(str(stage) for stage in stages)
         raise RunError(f"{peer} does what plan.zero={known} does, and the plan has zero={plan.zero}")
@@ -46,6 +46,10 @@ def require_replicas(config: TrainConfig, peer: str, stages: tuple[int, ...]) ->
 
 class DdpStep(PlainStep):
     """Replicas that sum their gradients: DistributedDataParallel. Only the last microbatch of a step sums them."""
+
+    def __init__(self, config: TrainConfig, device: torch.device) -> None:
+        require_replicas(config, "DistributedDataParallel", (0, 1, 2, 3))  # whatever ours cuts, this one holds whole
+        super().__init__(config, device)
 
     def lay(self, model: Transformer) -> Any:
         return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
