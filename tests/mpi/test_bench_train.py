@@ -186,6 +186,9 @@ def test_ours_with_other_settings_has_a_row_with_its_own_prediction(tmp_path: Pa
     assert more.measured is not None
     assert more.predicted == other.tokens_per_step / 0.4
     assert (more.measured.median, list(more.peers)) == (other.tokens_per_step / 0.5, [OURS])
+    # Each by the tokens of its own steps, of which these have twice as many as ours.
+    assert more.peers[OURS].median == config.tokens_per_step / 0.25
+    assert rate.peers["ours train.batch=8"].median == more.measured.median
 
 
 def test_pipelines_over_stages_that_sleep_are_rows_beside_their_simulation(tmp_path: Path) -> None:

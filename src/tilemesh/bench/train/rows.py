@@ -29,7 +29,11 @@ def train_rows(
     on_gpu = bool(gpus) and config.train.device != "cpu"
     taken = {name: exactly(float(count)) for name, count in compared.memory_bytes.items()}
     no_bytes = "what the planner counts holds the libraries' own memory too, which is left out here"
-    row = _rate_row(config, compared.ours, predicted, on_gpu, compared.peers, compared.missing, {})
+    # Other settings may have another batch: a step of each is so many tokens of its own.
+    tokens = {name: settings.tokens_per_step for name, (settings, _) in (also or {}).items()}
+    ours = compared.ours.rate(config.tokens_per_step)
+    rates = {name: step.rate(tokens.get(name, config.tokens_per_step)) for name, step in compared.peers.items()}
+    row = _rate_row(config, ours, predicted, on_gpu, rates, compared.missing, {})
     memory = make_row(
         "train memory", _case(config), taken.pop(OURS), unit="B", peers=taken, missing=compared.missing,
         no_peers=NO_PEERS, predicted=Estimate(predicted.get("memory_bytes") if on_gpu else None, no_bytes),
@@ -37,9 +41,8 @@ def train_rows(
     )  # fmt: skip
     rows = [row, memory]
     for name, (settings, guess) in (also or {}).items():
-        if name in compared.peers:
-            beside = {OURS: compared.ours}
-            rows.append(_rate_row(settings, compared.peers[name], guess, on_gpu, beside, {}, {"settings": name}))
+        if name in rates:
+            rows.append(_rate_row(settings, rates[name], guess, on_gpu, {OURS: ours}, {}, {"settings": name}))
     return rows
 
 
@@ -55,7 +58,7 @@ def _case(config: TrainConfig) -> dict[str, CaseValue]:
 
 def _rate_row(
     config: TrainConfig,
-    step: Sample,
+    measured: Sample,
     predicted: Mapping[str, Any],
     on_gpu: bool,
     peers: Mapping[str, Sample],
@@ -69,8 +72,8 @@ def _rate_row(
     )
     flops = model_flops(config.model, config.batch, config.context)
     return make_row(
-        "train", {**_case(config), **labels}, step.rate(tokens), unit="tokens/s",
+        "train", {**_case(config), **labels}, measured, unit="tokens/s",
         predicted=Estimate(None if guess is None else tokens / guess, str(predicted.get("missing"))),
         limit=Estimate(None if peak is None else tokens * peak / flops, why),
-        peers={name: sample.rate(tokens) for name, sample in peers.items()}, missing=missing, no_peers=NO_PEERS,
+        peers=peers, missing=missing, no_peers=NO_PEERS,
     )  # fmt: skip
