@@ -89,6 +89,19 @@ def test_the_kernels_source_computes_what_torch_does(case):
         assert ((mine.double() - wanted).norm() / wanted.norm()).item() < 2e-3
 
 
+def test_queries_that_see_none_of_the_keys_end():
+    """As where a block of keys visits queries of other documents: nobody waits for keys that nobody loads."""
+    q, grad, k, v = (heads(1, tokens, 64, seed) for seed, tokens in enumerate((140, 140, 256, 256)))
+    none, mask = torch.full((140,), 128, dtype=torch.int32), plan.Mask(False, 0, 0.125)
+    y, dq = (torch.full(q.shape, float("nan")).half() for _ in range(2))
+    kept, delta = torch.zeros(1, 1, 140), torch.ones(1, 1, 140)
+    given = {"q": q, "k": k, "v": v, "first": none, "last": none}
+    emulate(plan.forward_plan, {**given, "y": y, "kept": kept}, mask)
+    assert (kept == -float("inf")).all()
+    emulate(plan.queries_back_plan, {**given, "grad": grad, "kept": delta, "delta": delta, "dq": dq}, mask)
+    assert not dq.any()
+
+
 def test_the_stand_in_notices_a_lost_arrival():
     q = heads(1, 300, 64, 0)
     tensors = {"q": q, "k": q, "v": q, "y": torch.zeros(q.shape).half(), "kept": torch.zeros(1, 1, 300)}

@@ -58,7 +58,8 @@ def load_forward(
             tma.async_copy_global_to_shared(
                 q_desc, [batch, own, row0 + group * ROWS, 0], q_ready.index(group), q_part.index(group)
             )
-        for start in range(low0 // BLOCK_N * BLOCK_N, high1, BLOCK_N):
+        begin = low0 // BLOCK_N * BLOCK_N
+        for start in range(begin, gl.maximum(high1, begin + 1), BLOCK_N):  # one at least: the groups wait for it
             mbarrier.wait(k_free.index(place), (lap & 1) ^ 1)
             mbarrier.expect(k_ready.index(place), BLOCK_N * HEAD * 2)
             tma.async_copy_global_to_shared(

@@ -212,7 +212,8 @@ def load_queries_back(
         tma.async_copy_global_to_shared(g_desc, [batch, own, at, 0], part_ready.index(group), g_part.index(group))
     place = 0
     lap = 0
-    for start in range(low0 // BLOCK_N * BLOCK_N, high1, BLOCK_N):
+    begin = low0 // BLOCK_N * BLOCK_N
+    for start in range(begin, gl.maximum(high1, begin + 1), BLOCK_N):  # one at least: the groups wait for it
         mbarrier.wait(k_free.index(place), (lap & 1) ^ 1)
         mbarrier.expect(k_ready.index(place), BLOCK_N * HEAD * 2)
         tma.async_copy_global_to_shared(k_desc, [batch, shared, start, 0], k_ready.index(place), k_ring.index(place))
