@@ -78,6 +78,19 @@ def test_rows_of_other_groups_do_no_harm() -> None:
     assert y[5:].isnan().all()
 
 
+def test_ends_may_be_a_column_of_a_table() -> None:
+    """Kernels read one number after the other."""
+    x, weight, ends, upstream = drawn([3, 0, 9], 8, 32, torch.bfloat16)
+    column, codes = torch.stack((ends, ends), 1)[:, 0], torch.ones(3, 8, 32, dtype=torch.int8)
+    made = []
+    for given in (ends, column):
+        leaves = [x.detach().requires_grad_(), weight.detach().requires_grad_()]
+        y = grouped_linear(*leaves, given, implementation="interpret")
+        few = grouped_lowbit_linear(x, codes, torch.ones(3, 8, 1), None, given, code="int8", implementation="interpret")
+        made.append((y, few, *torch.autograd.grad(y, leaves, upstream)))
+    assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))
+
+
 @pytest.mark.parametrize("turned", [False, True])
 def test_the_kernels_compile_for_an_h200_that_is_not_here(turned: bool) -> None:
     """For the issue's first shape: tensor cores, tiles copied by TMA, and no more shared memory than there is."""

@@ -143,7 +143,7 @@ def multiply_rows(launch: Any, x: Tensor, weight: Tensor, ends: Tensor, *, turne
 
 def _launch(launch: Any, plan: Plan, given: Mapping[str, Tensor], written: str, **more: Any) -> None:
     """A plan; where this Triton cannot compile Hopper's kernel, with the portable one."""
-    device = given["x"].device
+    device, given = given["x"].device, {**given, "ends": given["ends"].contiguous()}
     if device.type == "cuda":
         gpu = gpu_of(device_index(device))
         if gpu.hopper:

@@ -242,7 +242,7 @@ class GroupedCodes:
             launch(decode_plan, {**given, "y": weight}, written=("y",), code=code)
             return multiply_rows(launch, x, weight.view(groups, outputs, -1), ends, turned=False)
         y = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
-        given |= {"x": rows, "ends": ends, "y": y}
+        given |= {"x": rows, "ends": ends.contiguous(), "y": y}
         launch(plan, given, written=("y",), code=code, upcast=x.device.type == "cpu")
         return y
 
