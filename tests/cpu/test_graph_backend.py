@@ -294,18 +294,3 @@ def test_sums_over_windows_are_those_of_torch(shape: tuple[int, ...]) -> None:
     x = torch.ones(shape)
     sums = torch.compile(lambda x: x.sum((3, 5)), backend=Backend())(x)
     torch.testing.assert_close(sums, x.sum((3, 5)))
-
-
-def test_buckets_need_few_programs() -> None:
-    from tilemesh.core.errors import UsageError
-    from tilemesh.graph.buckets import SizeBuckets
-
-    backend = Backend()
-    model = nn.Sequential(nn.Linear(4, 3), nn.Softmax(-1))
-    run = SizeBuckets(torch.compile(model, backend=backend))
-    for rows in (3, 4, 5, 6, 7, 8):
-        x = torch.randn(rows, 4)
-        torch.testing.assert_close(run(x), model(x), rtol=1e-12, atol=1e-12)
-    assert (len(run.seen), run.programs) == (6, {4, 8})
-    with pytest.raises(UsageError, match="give equal ones"):
-        run(torch.randn(2, 4), torch.randn(3, 4))

@@ -1,4 +1,4 @@
-"""Programs that run otherwise: values computed again, branches at once, trees, fx modules; options of the backend."""
+"""Programs that run otherwise: trees, fx modules; options of the backend."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ from torch import nn
 
 import tilemesh as tm
 from tilemesh.bench.graph.peak import measured_peak
-from tilemesh.bench.graph.running import inception
 from tilemesh.bench.graph.trees import WAYS, Switched, TreeModel, random_tree
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.core.hardware import DEVICES
 from tilemesh.graph import build, derive
 from tilemesh.graph.backend import tilemesh
 from tilemesh.graph.by_torch import run_torch
-from tilemesh.graph.concurrent import ConcurrentProgram
 from tilemesh.graph.emit import program
 from tilemesh.graph.evaluate import run_numpy
 from tilemesh.graph.ir import Graph
@@ -60,34 +57,6 @@ def test_the_peak_is_as_predicted() -> None:
     measured, predicted = measured_peak(program(graph).function, given), max(live_bytes(lifetimes(graph)))
     assert measured <= predicted * 1.02 + 4096
     assert measured >= 0.9 * predicted
-
-
-def test_branches_at_once_compute_the_same() -> None:
-    graph = inception(1, 16, 8)
-    torch.manual_seed(0)
-    given = [torch.randn([int(str(size)) for size in node.shape]) / 4 for node in graph.inputs]
-    (expected,) = run_torch(graph, *given)
-    for at_once in (True, False):
-        run = ConcurrentProgram(graph, DEVICES["h200"], streams=3, at_once=at_once)
-        for _ in range(2):
-            torch.testing.assert_close(run(*given)[0], expected, rtol=1e-5, atol=1e-6)
-
-
-def test_branches_run_at_once_where_that_is_predicted_to_be_faster() -> None:
-    small, large = (ConcurrentProgram(inception(*size), DEVICES["h200"]) for size in ((1, 64, 14), (256, 192, 56)))
-    assert small.plan.pays
-    assert small.plan.at_once_s < 0.8 * small.plan.one_by_one_s
-    assert large.plan.at_once_s > 0.9 * large.plan.one_by_one_s, "operators that fill the device gain nothing"
-    chain = ConcurrentProgram(_step(3), DEVICES["h200"], streams=1)
-    assert chain.plan.waits == 0
-    assert not chain.at_once
-
-
-def test_a_branch_that_fails_says_so() -> None:
-    graph = inception(1, 16, 8)
-    run = ConcurrentProgram(graph, DEVICES["h200"], at_once=True)
-    with pytest.raises(RuntimeError, match="channels"):
-        run(torch.randn(1, 5, 8, 8), *[torch.randn([int(str(s)) for s in node.shape]) for node in graph.inputs[1:]])
 
 
 def test_trees_by_four_ways() -> None:

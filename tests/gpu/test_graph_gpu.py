@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from tilemesh.core.hardware import DEVICES
-from tilemesh.graph import build
 from tilemesh.graph.backend import Backend
-from tilemesh.graph.by_torch import run_torch
-from tilemesh.graph.concurrent import ConcurrentProgram
-from tilemesh.graph.folding import constant_of
-from tilemesh.graph.ir import Graph
 from tilemesh.graph.kernel_call import embedding_gradient
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -60,18 +53,6 @@ def test_a_step_equals_eager(dtype: torch.dtype, bound: float, graphs: bool | No
     # By default a program is recorded that takes the host longer than the GPU, as this one.
     assert [piece.recorded for piece in backend.report.pieces] == [graphs is not False] * 2, str(backend.report)
     assert any(node.op == "region" for piece in backend.report.pieces for node in piece.graph.nodes())  # type: ignore[union-attr]
-
-
-def test_branches_at_once_are_recorded_and_compute_the_same() -> None:
-    """With constants, which are made before the recording: they come from the host."""
-    x = build.argument("x", [64, 64], "float64")
-    table = constant_of(np.arange(64.0), "float64")
-    branches = [build.exp(build.multiply(build.dot(x, x), factor)) for factor in (1e-3, 2e-3, 3e-3)]
-    result = build.add(build.add(*branches[:2]), build.multiply(branches[2], build.expand(table, x.shape)))
-    graph = Graph((x,), (result,))
-    run = ConcurrentProgram(graph, DEVICES["h200"], "cuda", at_once=True)
-    given = torch.randn(64, 64, dtype=torch.float64, device="cuda")
-    torch.testing.assert_close(run(given)[0].cpu(), run_torch(graph, given.cpu())[0], rtol=1e-12, atol=1e-12)
 
 
 def test_a_tables_gradient_in_bfloat16() -> None:

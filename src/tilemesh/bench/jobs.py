@@ -149,7 +149,7 @@ _GPU_JOBS = (
         _gpu(f"graph_{model}", 6, _GRAPH.format(model, "small", "eager,launched", 1.5), needs=_HUGGING_FACE, **_BESIDE)
         for model in _MODELS
     ),
-    _gpu("studies_gpu", 40, "bench graph --study branches,host --device cuda --seconds 2"),
+    _gpu("studies_gpu", 40, "bench graph --study host --device cuda --seconds 2"),
     *(_gpu(f"guide_{chapter}", 40, f"guide {chapter}") for chapter in "56734"),
     *(_gpu(f"matmul_{dtype}", 120, f"bench kernel matmul --repeats 15 --dtype {dtype}", compiles=True)
       for dtype in ("float16", "bfloat16")),
@@ -224,7 +224,7 @@ _CPU_JOBS = (
         f"bench train --mesh {mesh} --set {sets} --peers eager --malloc kept,mapped,one-arena --blocks 3"
         for mesh, sets in (LAYOUTS[name] for name in ("dp2", "tp4", "one"))
     )),
-    _cpu("studies", 120, "bench graph --study search,partial,symbolic,host,branches,trees --seconds 2"),
+    _cpu("studies", 120, "bench graph --study search,partial,symbolic,host,trees --seconds 2"),
     _cpu("blocks", 900, "bench graph --study blocks --seconds 4", cores=2),
     _cpu("methods", 90, "bench methods --html {out}/page.html"),
     _cpu("gate", 300, *(f"verify --ranks 8 --transport {by}" for by in ("mpi", "torch")), needs=("8 cores",)),

@@ -1,4 +1,4 @@
-"""Small studies of how programs run: what eager mode costs the host, branches at once, parse trees."""
+"""Small studies of how programs run: what eager mode costs the host, parse trees."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from collections.abc import Callable
 
 import torch
 
-from tilemesh.bench.graph.study import NOT_PREDICTED, inputs_of, predicted_here, ranking_device, study_row
+from tilemesh.bench.graph.study import NOT_PREDICTED, study_row
 from tilemesh.bench.graph.trees import WAYS, TreeModel, random_tree
-from tilemesh.bench.harness import calling
 from tilemesh.graph import build
-from tilemesh.graph.concurrent import ConcurrentProgram
 from tilemesh.graph.emit import program
-from tilemesh.graph.ir import Graph, Node
+from tilemesh.graph.ir import Graph
 from tilemesh.measure.row import Row
 
 LENGTH = 200  # operators of the chain that shows the host's cost
@@ -54,57 +52,6 @@ def host_rows(seconds: float, place: torch.device) -> list[Row]:
     case = {"operators": 2 * LENGTH, "elements": 16}
     row = study_row("graph host", case, NOT_PREDICTED, calls, seconds, place)
     return [row]
-
-
-def inception(batch: int, channels: int, side: int) -> Graph:
-    """A block of Inception: four branches over one input, concatenated."""
-    x = build.argument("x", [batch, channels, side, side])
-    weights: list[Node] = []
-
-    def conv(value: Node, out: int, taps: int) -> Node:
-        weight = build.argument(f"w{len(weights)}", [out, value.shape[1], taps, taps])
-        weights.append(weight)
-        return build.relu(build.conv(value, weight, padding=[taps // 2] * 2))
-
-    half = channels // 2
-    branches = [
-        conv(x, half, 1),
-        conv(conv(x, half, 1), half, 3),
-        conv(conv(x, half // 4, 1), half // 2, 5),
-        conv(conv(conv(x, half, 1), half, 3), half, 3),
-    ]
-    return Graph((x, *weights), (build.concat(branches, 1),))
-
-
-def branch_rows(seconds: float, place: torch.device) -> list[Row]:
-    """A block of Inception with its branches one after the other and at once, beside what is predicted."""
-    rows = []
-    for batch, channels, side in ((1, 64, 14), (1, 192, 28), (16, 192, 28)):
-        graph = inception(batch, channels, side)
-        inputs = inputs_of(graph, place)
-        programs = {
-            way: ConcurrentProgram(
-                graph, ranking_device(place), place, streams=2 if place.type == "cpu" else 4, at_once=way
-            )
-            for way in (True, False)
-        }
-        expected, got = programs[False](*inputs)[0], programs[True](*inputs)[0]
-        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
-        plan = programs[True].plan
-        case: dict[str, float] = {
-            "batch": batch, "channels": channels, "side": side, "waits": plan.waits, "taken": plan.pays,
-        }  # fmt: skip
-        guess = predicted_here(place, plan.at_once_s)
-        if guess.value is not None:
-            case["predicted gain"] = round(plan.one_by_one_s / plan.at_once_s, 3)
-        calls: dict[str, Callable[[int], object]] = {"ours": calling(programs[True], *inputs)}
-        if place.type == "cuda":
-            # Both as recorded programs: what is compared are streams, not the cost of launching.
-            single = ConcurrentProgram(graph, ranking_device(place), place, streams=1, at_once=True)
-            calls["one after the other, recorded"] = calling(single, *inputs)
-        calls["one after the other"] = calling(programs[False], *inputs)
-        rows.append(study_row("graph branches", case, guess, calls, seconds, place))
-    return rows
 
 
 def tree_rows(seconds: float, place: torch.device) -> list[Row]:

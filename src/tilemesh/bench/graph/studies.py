@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tilemesh.bench.graph.blocks import block_rows
-from tilemesh.bench.graph.running import branch_rows, host_rows, tree_rows
+from tilemesh.bench.graph.running import host_rows, tree_rows
 from tilemesh.bench.graph.study import call_of, inputs_of, predicted_here, ranking_device, study_row
 from tilemesh.bench.harness import calling
 from tilemesh.core.errors import unknown
@@ -157,7 +157,6 @@ STUDIES: Mapping[str, Callable[[float, torch.device], list[Row]]] = {
     "partial": partial_rows,
     "symbolic": imperative_rows,
     "host": host_rows,
-    "branches": branch_rows,
     "trees": tree_rows,
     "blocks": block_rows,
 }

@@ -20,7 +20,6 @@ from torch import nn
 
 from tilemesh.graph import build
 from tilemesh.graph.backend import Backend
-from tilemesh.graph.buckets import SizeBuckets
 from tilemesh.graph.by_torch import run_torch
 from tilemesh.graph.emit import program
 from tilemesh.graph.ir import Graph, Node
@@ -144,7 +143,12 @@ class ByLevels:
 
     def __init__(self, model: TreeModel, backend: Any | None = None) -> None:
         self.model = model
-        self.cell = SizeBuckets(torch.compile(model.cell, backend=backend or Backend(), dynamic=False))
+        self.cell = torch.compile(model.cell, backend=backend or Backend(), dynamic=False)
+
+    def _filled(self, rows: Tensor) -> Tensor:
+        """Rows of zeros behind these, up to a power of two."""
+        count = len(rows)
+        return nn.functional.pad(rows, (0, 0, 0, (1 << (count - 1).bit_length()) - count))
 
     def __call__(self, trees: Sequence[Tree]) -> Tensor:
         """The roots of several trees, whose levels are computed together."""
@@ -167,7 +171,7 @@ class ByLevels:
         for height in sorted(pending):
             level = pending[height]
             pairs = [[place[number][child] for number, _, *both in level for child in (both[side],)] for side in (0, 1)]
-            new = self.cell(values[torch.tensor(pairs[0])], values[torch.tensor(pairs[1])])
+            new = self.cell(*(self._filled(values[torch.tensor(side)]) for side in pairs))[: len(level)]
             for offset, (number, step, _, _) in enumerate(level):
                 place[number][step] = values.shape[0] + offset
             values = torch.cat([values, new])
