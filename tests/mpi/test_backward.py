@@ -505,6 +505,34 @@ def test_a_whole_state_that_lacks_a_parameter_is_refused() -> None:
     run_threads(2, main)
 
 
+def test_ranks_with_other_weights_take_those_of_the_first() -> None:
+    """Modules without a seed differ between processes: cut as they are, they would be parts of no matrix."""
+    torch.manual_seed(0)
+    models = [torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6)) for _ in range(2)]
+    models[1][1].running_mean.fill_(2)  # type: ignore[union-attr, operator]
+    first = copy.deepcopy(models[0].state_dict())
+
+    def main(comm: Communicator) -> None:
+        laid = lay(
+            models[comm.rank], Mesh(comm, tp=2), ParallelPlan(tp=2, precision="fp32"), {"0": ColumnSplit(joins=True)}
+        )
+        assert laid.module.state_dict()["1.running_mean"].tolist() == [0.0] * 6
+        gathered = laid.gather()
+        if gathered is not None:
+            assert all(torch.equal(gathered[name], first[name]) for name in gathered)
+
+    run_threads(2, main)
+
+
+def test_ranks_without_memory_beside_others_with_it_are_refused() -> None:
+    def main(comm: Communicator) -> None:
+        model = torch.nn.Linear(4, 4, device="meta" if comm.rank else "cpu")
+        with pytest.raises(UsageError, match='without memory" on rank 1'):
+            lay(model, Mesh(comm, dp=2), ParallelPlan(dp=2, precision="fp32"), {})
+
+    run_threads(2, main)
+
+
 def test_frozen_parameters_are_cut_and_left_alone() -> None:
     def main(comm: Communicator) -> None:
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))

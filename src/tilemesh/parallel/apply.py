@@ -7,14 +7,17 @@ a user's own module comes with a map of the same kind, and nothing else differs.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import re
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.axes import BATCH, ORDER, place_among
 from tilemesh.core.conflicts import PLAN_CONFLICTS, refuse
 from tilemesh.core.errors import UsageError, unknown
@@ -64,6 +67,7 @@ from tilemesh.parallel.tensor import (
     join_at,
     leave_at,
 )
+from tilemesh.parallel.whole import handed_around
 from tilemesh.parallel.zero import Zero
 from tilemesh.parallel.zero3 import ZeroWeights, give_memory_back
 
@@ -83,7 +87,8 @@ def lay(
     tokens: int | None = None,
     use: Use = TRAINING,
 ) -> Laid:
-    """This rank's part of the model, ready to train. A collective call; the model given becomes the local one.
+    """This rank's part of the model, ready to train. A collective call; the model given becomes the local one, of rank
+    0's weights and buffers.
 
     `splits`: for a module that is not our Transformer, patterns of module names (as in a shell, `layers.*.mlp`) and how
     each is split: "column", "row", "vocabulary", "region", "whole" or a value of `shard.py`; the last match counts, and
@@ -103,6 +108,7 @@ def lay(
         raise UsageError(f"a {type(model).__name__} and no splits: give a map from name patterns to kinds of split")
     _agree(model, mesh, plan, kinds)
     _require_fit(model, mesh, plan)
+    _take_first(model, mesh.comm)
     context = None
     if plan.cp > 1:
         kv_heads = max(1, model.config.kv_heads // plan.tp) if isinstance(model, Transformer) else 1
@@ -294,16 +300,36 @@ def _split(weight: Weight) -> Split:
 
 
 def _agree(model: nn.Module, mesh: Mesh, plan: ParallelPlan, kinds: Splits) -> None:
-    """All ranks must have been given the same: plan, configuration, splits, and shapes and dtypes of parameters."""
+    """All ranks must have been given the same: plan, configuration, splits, and shapes and dtypes of tensors."""
     values = {f"plan.{key}": value for key, value in plan.to_dict().items()}
     if isinstance(model, Transformer):
         values |= {f"model.{key}": value for key, value in dataclasses.asdict(model.config).items()}
     values |= {f"split.{pattern}": str(split_of(kind)) for pattern, kind in kinds.items()}
     values |= {
-        f"parameter.{name}": f"{list(parameter.shape)} {parameter.dtype}"
-        for name, parameter in model.named_parameters()
+        f"parameter.{name}": f"{list(tensor.shape)} {tensor.dtype}{' without memory' if tensor.is_meta else ''}"
+        for name, tensor in _tensors(model).items()
     }
     agree(mesh.comm, values)
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+@torch.no_grad()
+def _take_first(model: nn.Module, comm: Communicator) -> None:
+    """Where ranks have other numbers than rank 0, as modules without a seed do, all take its (a collective call)."""
+    tensors = {name: tensor for name, tensor in _tensors(model).items() if not tensor.is_meta}
+    if comm.size == 1 or not tensors:
+        return
+    digest = hashlib.sha256()
+    for tensor in tensors.values():
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    rows = comm.all_gather(np.frombuffer(digest.digest(), np.uint8).reshape(1, -1))
+    if (rows != rows[0]).any():
+        for name, value in handed_around(comm, tensors, root=0):
+            if comm.rank:
+                tensors[name].copy_(value)
 
 
 def _require_fit(model: nn.Module, mesh: Mesh, plan: ParallelPlan) -> None:
