@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,10 @@ from tilemesh.methods.local import LocalPeriod, LocalUpdates
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel import Mesh, lay
+from tilemesh.parallel.host import HostLink
 from tilemesh.parallel.laid import StepPiece
+from tilemesh.train.config import OptimizerConfig
+from tilemesh.train.offload import HostOptimizer
 
 RANKS, RATE = 3, 0.05
 SHAPES = [(24, 10), (24,), (7, 24), (7,)]
@@ -349,6 +353,44 @@ def test_replicas_average_masters_and_not_what_is_left_of_them_in_16_bits() -> N
     for masters, weights in run_threads(RANKS, main):
         assert masters == wanted
         assert weights == [1.0, torch.tensor(wanted[1]).bfloat16().item()]
+
+
+class LateLink(HostLink):
+    """Copies to the host's memory that are over no sooner than somebody waits for them, as those of a GPU may be."""
+
+    def out(self, pairs: Any, *after: Any, keeps: bool = False) -> None:
+        self.begun = [*getattr(self, "begun", ()), *((tensor.clone(), home) for tensor, home in pairs)]
+
+    def into(self, pairs: Any, *after: Any) -> None:
+        self.settle()
+        super().into(pairs)
+
+    def settle(self) -> None:
+        begun, self.begun = getattr(self, "begun", ()), ()
+        super().out(begun)
+
+
+def test_masters_on_the_host_are_read_after_they_have_come_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tilemesh.train.offload.HostLink", LateLink)
+
+    def main(comm: Communicator, moves: bool) -> tuple[Tensor, Tensor]:
+        plan = ParallelPlan(dp=RANKS, precision="bf16-master")
+        laid = lay(model().bfloat16(), Mesh(comm, dp=RANKS), plan, {}, gradients=local(period=2, start=2, last=6))
+        optimizer = HostOptimizer(OptimizerConfig(name="sgd"), laid.gradients.stepped, plan.precision, moves=moves)
+        laid.gradients.average(optimizer.stepped, optimizer.settle)
+        for step in range(6):
+            x, y = (part.bfloat16() for part in batch(comm.rank, step))
+            laid.gradients.backward((laid.module(x) - y).square().sum(), 4)
+            optimizer.update(RATE, laid.gradients.finish())
+            laid.gradients.updated()
+        return tuple(
+            torch.cat([value.detach().reshape(-1) for value in values.values()])
+            for values in (optimizer.stepped, laid.gradients.anchor)
+        )
+
+    moved, stayed = (run_threads(RANKS, partial(main, moves=moves)) for moves in (True, False))
+    for theirs, ours in zip(moved, stayed, strict=True):
+        assert all(torch.equal(*both) for both in zip(theirs, ours, strict=True))
 
 
 @pytest.mark.parametrize(

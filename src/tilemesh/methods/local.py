@@ -11,7 +11,7 @@ it. That is data parallelism.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,9 +69,10 @@ class LocalUpdates(Bucketed):
         self.spread = 0.0
         """How far this replica had gone from the mean at the last meeting, as a part of the weights' norm."""
 
-    def average(self, values: Mapping[str, Tensor]) -> None:
-        """Let replicas have these in common, by the names of the parameters."""
-        self.values = values
+    def average(self, values: Mapping[str, Tensor], settle: Callable[[], None] = lambda: None) -> None:
+        """Let replicas have these in common, by the names of the parameters. `settle`: waits, before they are read,
+        until they are where they lie."""
+        self.values, self.settle = values, settle
         self.anchor = {name: torch.zeros_like(value.detach()) for name, value in values.items()}
         """The last common weights."""
         self.momentum = {name: torch.zeros_like(value) for name, value in self.anchor.items()}
@@ -127,6 +128,7 @@ class LocalUpdates(Bucketed):
 
     def _average(self) -> None:
         """In the buckets' memory, which holds gradients that nobody needs any more; masters in memory of their own."""
+        self.settle()
         self.rounds += 1
         squares = np.zeros(2)  # of what this replica is from the mean, and of the mean
         names = {id(mine.tensor): name for name, mine in self.held.items()}
@@ -166,6 +168,7 @@ class LocalUpdates(Bucketed):
 
     @torch.no_grad()
     def _keep_common(self) -> None:
+        self.settle()
         for name, value in self.values.items():
             self.anchor[name].copy_(value)
 

@@ -94,8 +94,11 @@ class HostOptimizer(Optimizer):
         self.link.wait(self._out(part))
         self.link.settle()
 
-    def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
+    def settle(self) -> None:
         self.link.settle()
+
+    def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
+        self.settle()
         yield from super().tensors()
 
     def kept(self) -> Iterator[Tensor]:
@@ -104,7 +107,7 @@ class HostOptimizer(Optimizer):
             yield from self.on_host()
 
     def on_host(self) -> Iterator[Tensor]:
-        self.link.settle()
+        self.settle()
         yield from super().kept()
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:

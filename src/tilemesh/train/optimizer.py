@@ -151,6 +151,9 @@ class Optimizer:
     def stop(self) -> None:
         """The run stops after this step, before its last one: what a checkpoint keeps is now to be what it stays."""
 
+    def settle(self) -> None:
+        """Wait until what is stepped is where it lies between steps."""
+
     @property
     def divides_wide(self) -> bool:
         """Whether `step` divides gradients on its way, 16-bit ones too in float32: else they are rounded once more."""

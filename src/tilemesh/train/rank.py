@@ -444,7 +444,7 @@ def make_optimizer(config: TrainConfig, laid: Laid, kernels: str) -> Optimizer:
     else:
         optimizer = Optimizer(config.optimizer, parameters, precision, kernels, narrowed, matrices)
     if isinstance(laid.gradients, LocalUpdates):
-        laid.gradients.average(optimizer.stepped)
+        laid.gradients.average(optimizer.stepped, optimizer.settle)
     return optimizer
 
 
