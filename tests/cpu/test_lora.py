@@ -25,7 +25,7 @@ from tilemesh.model import huggingface
 from tilemesh.model.adapter import LoraConfig, adapted_modules, adapter_parameters, peft_config, peft_names
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.kinds import Adapted, FewBits
-from tilemesh.model.lora import attach
+from tilemesh.model.lora import attach, read_adapter, save_adapter
 from tilemesh.model.transformer import Transformer
 from tilemesh.model.work.weights import count_parameters
 from tilemesh.parallel import Mesh
@@ -41,6 +41,11 @@ from tilemesh.train.rank import lay_model
 
 LLAMA = ModelConfig(layers=2, width=16, heads=4, kv_heads=2, vocabulary=256, context=24, norm="rmsnorm", mlp_width=32,
                     positions="rotary", activation="swiglu", biases=False, tied=False)  # fmt: skip
+LATENT = ModelConfig(
+    layers=2, width=32, heads=2, vocabulary=64, context=24, norm="rmsnorm", positions="rotary", activation="swiglu",
+    biases=False, tied=False, head_width=24, rotary_fraction=1 / 3, latent_width=16, value_width=16, mlp_width=32,
+    experts=4, router_renormalized=False, shared_width=32,
+)  # fmt: skip
 GPT2 = ModelConfig(layers=1, width=16, heads=2, vocabulary=256, context=24)
 ALL = ("fc_q", "fc_k", "fc_v", "fc_o", "fc_in", "fc_gate", "fc_out")
 SHORT = (
@@ -253,6 +258,38 @@ class TestPeft:
         assert torch.equal(stored[name], state(run, 4)["weight:layers.0.attention.fc_q.lora_a"])
         told = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
         assert (told["r"], told["lora_alpha"], told["base_model_name_or_path"]) == (3, 6.0, str(hub / "model"))
+
+    @pytest.mark.parametrize("query_latent", [0, 12])
+    def test_names_and_rows_are_those_of_a_family_that_orders_them_otherwise(
+        self, query_latent: int, tmp_path: Path
+    ) -> None:
+        """DeepSeek: a head's turned part stands last and in pairs of neighbours, and q_proj may be q_b_proj."""
+        config, lora = (
+            LATENT.replace(query_latent_width=query_latent),
+            LoraConfig(rank=2, targets=("fc_q", "fc_latent")),
+        )
+        plain, adapted = Transformer(config, seed=1), Transformer(config, seed=1)
+        attach(adapted, lora, seed=2)
+        generator, held = torch.Generator().manual_seed(3), dict(adapted.named_parameters())
+        adapters = {name: value.detach() for name, value in held.items() if "lora_" in name}
+        for name, value in adapters.items():
+            value.normal_(generator=generator)
+            module, _, part = name.rpartition(".")
+            if part == "lora_b":
+                plain.get_submodule(module).weight.data += lora.scale * value @ adapters[f"{module}.lora_a"]
+        huggingface.save(Transformer(config, seed=1), tmp_path / "base")
+        huggingface.save(plain, tmp_path / "merged")
+        save_adapter(adapters, config, lora, tmp_path / "adapter")
+        base, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "merged"))
+        stored, prefix = load_file(tmp_path / "adapter" / "adapter_model.safetensors"), "base_model.model."
+        changed = [name for name in base if not torch.equal(base[name], merged[name])]
+        assert len(stored) == 2 * len(changed)
+        for name in changed:
+            low, high = (stored[f"{prefix}{name.removesuffix('weight')}lora_{part}.weight"] for part in "AB")
+            torch.testing.assert_close(base[name] + lora.scale * high @ low, merged[name])
+        for module, (low, high) in read_adapter(tmp_path / "adapter", config).tensors.items():
+            assert torch.equal(low, adapters[f"{module}.lora_a"])
+            torch.testing.assert_close(high, lora.scale * adapters[f"{module}.lora_b"])
 
     def test_peft_computes_the_same_logits(self, run: Path, hub: Path, tmp_path: Path) -> None:
         peft: Any = pytest.importorskip("peft")

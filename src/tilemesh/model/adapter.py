@@ -74,12 +74,20 @@ def adapter_parameters(model: ModelConfig, lora: LoraConfig) -> int:
 
 def peft_forms(model: ModelConfig) -> dict[str, str]:
     """What PEFT calls a layer's matrices, by our names inside of it: those that are one matrix on both sides."""
+    family = FAMILIES[family_of(model)]
+    renamed = {theirs: name.removesuffix(".weight") for theirs, name in family.renamed(model).items()}
     return {
-        ours.format(expert): name.format(expert)
-        for name, (ours, *others) in FAMILIES[family_of(model)].modules.items()
+        ours.format(expert): renamed.get(f"{name}.weight", name).format(expert)
+        for name, (ours, *others) in family.modules.items()
         for expert in (range(model.experts) if "{}" in name else (0,))
         if not others and ("{}" in name or "{}" not in ours)
     }
+
+
+def peft_rows(model: ModelConfig) -> Mapping[str, tuple[int, ...]]:
+    """Of matrices whose rows have another order on their side, that order, by our names inside of a layer."""
+    family = FAMILIES[family_of(model)]
+    return {family.modules[theirs][0]: rows for theirs, rows in family.orders(model).items()}
 
 
 def peft_names(model: ModelConfig, lora: LoraConfig) -> dict[str, str]:

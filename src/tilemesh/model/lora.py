@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -28,6 +29,7 @@ from tilemesh.model.adapter import (
     peft_config,
     peft_forms,
     peft_names,
+    peft_rows,
 )
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.families.book import FAMILIES, family_of
@@ -115,7 +117,7 @@ def read_adapter(folder: str | Path, model: ModelConfig) -> PeftAdapter:
         _, layer, inner = module.split(".", 2)
         if inner in forms and ".experts." not in module:
             theirs[f"base_model.model.{family.prefix}{family.layer.format(layer)}{forms[inner]}"] = module
-    read = load_file(path / PEFT_WEIGHTS)
+    read, rows = load_file(path / PEFT_WEIGHTS), peft_rows(model)
     tensors: dict[str, tuple[Tensor, Tensor]] = {}
     for name in sorted(read):
         base = name.removesuffix(".lora_A.weight")
@@ -133,6 +135,8 @@ def read_adapter(folder: str | Path, model: ModelConfig) -> PeftAdapter:
                 f"{path / PEFT_WEIGHTS}: {base} has A {tuple(low.shape)} and B {tuple(high.shape)}, expected "
                 f"{(rank, inputs)} and {(outputs, rank)}: it was made for another model"
             )
+        if order := rows.get(theirs[base].split(".", 2)[2]):
+            high = torch.empty_like(high).index_copy_(0, torch.tensor(order), high)
         tensors[theirs[base]] = (low.float(), high.float() * scale)
     return PeftAdapter(rank, tensors)
 
@@ -157,10 +161,13 @@ def give_slots(model: Transformer, slots: int, rank: int) -> AdapterRows:
 
 def save_adapter(adapters: Mapping[str, Tensor], model: ModelConfig, lora: LoraConfig, folder: str | Path) -> None:
     """Write adapters by our names as a folder that `peft.PeftModel.from_pretrained(base, folder)` reads."""
-    target, tensors = Path(folder), {}
+    target, tensors, rows = Path(folder), {}, peft_rows(model)
     for ours, theirs in peft_names(model, lora).items():
-        for part, called in ((A, "lora_A"), (B, "lora_B")):
-            tensors[f"base_model.model.{theirs}.{called}.weight"] = adapters[f"{ours}.{part}"].contiguous()
+        low, high = (adapters[f"{ours}.{part}"] for part in (A, B))
+        if order := rows.get(ours.split(".", 2)[2]):
+            high = high[list(order)]
+        for called, part in (("lora_A", low), ("lora_B", high)):
+            tensors[f"base_model.model.{theirs}.{called}.weight"] = part.contiguous()
     ensure_folder(target)
     text = json.dumps(peft_config(model, lora), indent=2, sort_keys=True)
     with replacing(target / PEFT_CONFIG) as config_part, replacing(target / PEFT_WEIGHTS) as weights_part:
