@@ -103,6 +103,16 @@ def test_gradients_against_float64(options):
             assert distance(mine, true) < 1e-14
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_window_may_be_as_long_as_numbers_go(causal):
+    given = [heads(1, 1, 20, 8, seed=seed) for seed in range(3)]
+    upstream = heads(1, 1, 20, 8, seed=3)
+    all_keys = gradients(given, upstream, "interpret", causal=causal, window=20)
+    for window in (2**31 - 5000, 2**63 - 1):
+        found = gradients(given, upstream, "interpret", causal=causal, window=window)
+        assert all(torch.equal(one, other) for one, other in zip(found, all_keys, strict=True))
+
+
 def test_gradients_are_as_near_as_torchs_and_repeat():
     dtype = torch.bfloat16
     given = [heads(1, count, 24, 16, seed=seed, dtype=dtype) for seed, count in enumerate((2, 1, 1))]

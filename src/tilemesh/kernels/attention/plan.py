@@ -195,7 +195,7 @@ def forward_plan(places: Mapping[str, Place], *, mask: Mask, target: Target) -> 
     (batch, heads, queries, width), (_, kv_heads, keys, _) = q.shape, k.shape
     more: dict[str, Argument] = {
         "B": batch, "H": heads, "GROUP": heads // kv_heads, "T": queries, "S": keys,
-        "window": mask.window, "factor": mask.scale * _LOG2_E,
+        "window": min(mask.window, keys), "factor": mask.scale * _LOG2_E,
     }  # fmt: skip
     more["section"] = _section(batch * heads, k, heads // kv_heads)
     more["sinks"] = Pointer("sinks") if "sinks" in places else None
@@ -240,7 +240,7 @@ def keys_back_plan(places: Mapping[str, Place], *, mask: Mask, target: Target) -
     (batch, heads, queries, width), (_, kv_heads, keys, _) = q.shape, k.shape
     more: dict[str, Argument] = {
         "B": batch, "K": kv_heads, "GROUP": heads // kv_heads, "T": queries, "S": keys,
-        "window": mask.window, "factor": mask.scale * _LOG2_E, "scale": mask.scale,
+        "window": min(mask.window, keys), "factor": mask.scale * _LOG2_E, "scale": mask.scale,
     }  # fmt: skip
     more["section"] = max(1, _section(batch * heads, q, 1) // (heads // kv_heads))
     if target.multiprocessors and on_hopper(places, mask):
@@ -261,7 +261,7 @@ def queries_back_plan(places: Mapping[str, Place], *, mask: Mask, target: Target
     (batch, heads, queries, width), (_, kv_heads, keys, _) = q.shape, k.shape
     more: dict[str, Argument] = {
         "B": batch, "H": heads, "GROUP": heads // kv_heads, "T": queries, "S": keys,
-        "window": mask.window, "factor": mask.scale * _LOG2_E, "scale": mask.scale,
+        "window": min(mask.window, keys), "factor": mask.scale * _LOG2_E, "scale": mask.scale,
     }  # fmt: skip
     more["section"] = _section(batch * heads, k, heads // kv_heads)
     if target.multiprocessors and on_hopper(places, mask):
