@@ -214,10 +214,11 @@ def test_transformers_answers_a_load(tmp_path: Path) -> None:
 
 
 class FakeServer:
-    """Answers /v1/models and streams as many events as tokens were asked for; `status` instead, where it is not 200."""
+    """Answers /v1/models and streams events, each of so many `tokens`, until there are as many as were asked for.
+    `status` instead, where it is not 200."""
 
-    def __init__(self, status: int = 200) -> None:
-        self.status, self.bodies = status, list[dict[str, object]]()
+    def __init__(self, status: int = 200, tokens: int = 1) -> None:
+        self.status, self.tokens, self.bodies = status, tokens, list[dict[str, object]]()
         self._started = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -244,8 +245,11 @@ class FakeServer:
             asked = json.loads(await reader.readexactly(length))
             self.bodies.append(asked)
             writer.write(b"HTTP/1.1 %d Told\r\nTransfer-Encoding: chunked\r\n\r\n" % self.status)
-            events = [{"choices": [{"text": "x", "finish_reason": None}]}] * asked["max_tokens"]
+            count = -(-asked["max_tokens"] // self.tokens)
+            events: list[dict[str, Any]] = [{"choices": [{"text": "x", "finish_reason": None}], "usage": None}] * count
             events.append({"choices": [{"text": "", "finish_reason": "length"}]})
+            if self.tokens > 1 and asked["stream_options"] == {"include_usage": True}:
+                events.append({"choices": [], "usage": {"completion_tokens": asked["max_tokens"]}})
             for event in events if self.status == 200 else [{"error": "no"}]:
                 data = b"data: " + json.dumps(event).encode() + b"\n\n"
                 writer.write(b"%x\r\n" % len(data) + data + b"\r\n")
@@ -269,6 +273,17 @@ def test_a_server_on_loopback_is_timed_token_by_token() -> None:
     assert all((record.first_token_s or 0) > 0 for record in records)
     assert {body["model"] for body in server.bodies} == {"fake"}
     assert sorted(len(body["prompt"]) for body in server.bodies) == sorted(len(r.prompt) for r in load)  # type: ignore[arg-type]
+
+
+def test_tokens_that_a_server_sends_together_are_all_counted() -> None:
+    server = FakeServer(tokens=3)
+    load = make_load(3, Lengths(3, 5), Lengths(2, 7), 100)
+    records = load_url(f"http://127.0.0.1:{server.port}", load)
+    server.close()
+    assert [len(record.token_ns) for record in records] == [request.output for request in load]
+    for record in records:
+        assert record.token_ns == sorted(record.token_ns)
+        assert len(set(record.token_ns)) == -(-record.max_tokens // 3)  # those of an event at its time
 
 
 def test_a_server_that_refuses_or_is_not_there_is_an_error() -> None:

@@ -1,7 +1,8 @@
 """Any OpenAI-compatible server on loopback under a load: one connection per request, tokens timed as they arrive.
 
 Plain asyncio and HTTP/1.1, so that nothing but the server is measured. A server that answers in parts (`stream`) sends
-an event per step; an event counts as one token, as it is with every server known to us, unless its usage says more.
+an event per step, which is one token, unless the usage that it tells at the end says another number: a server that
+guesses ahead has several tokens in an event, and one may have no text to send.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ async def _ask(url: str, model: str, number: int, request: LoadRequest) -> Reque
             "max_tokens": request.output,
             "temperature": 0,
             "stream": True,
+            "stream_options": {"include_usage": True},
             "ignore_eos": True,
         }
     ).encode()
@@ -121,6 +123,10 @@ def _hear(record: RequestRecord, line: bytes) -> None:
         raise RunError(f"the server sent an event that is not JSON: {line[:100].decode(errors='replace')}") from None
     if "error" in chunk:
         raise RunError(f"the server could not answer: {chunk['error']}")
+    counted = (chunk.get("usage") or {}).get("completion_tokens")
+    if not chunk.get("choices") and isinstance(counted, int) and record.token_ns:
+        events, tokens = record.token_ns, min(counted, record.max_tokens)
+        record.token_ns = [events[place * len(events) // tokens] for place in range(tokens)]  # each as many as another
     missing = record.max_tokens - len(record.token_ns)
     if chunk.get("choices") and missing > 0 and not (chunk["choices"][0].get("finish_reason") and _is_silent(chunk)):
         record.token_ns.append(time.monotonic_ns())
