@@ -22,9 +22,10 @@ from tilemesh.measure.row import Row, write_rows
 from tilemesh.measure.sample import Sample
 from tilemesh.plan.choose import search
 from tilemesh.plan.why import why
-from tilemesh.report import collective_page, plan_page, run, run_page, serve
+from tilemesh.report import collective_page, kernel_charts, plan_page, run, run_page, serve
 from tilemesh.report.html import Html
 from tilemesh.report.html import page as page_of_body
+from tilemesh.report.kernel_charts import RowWork
 from tilemesh.report.picture import svg
 from tilemesh.runs import metrics
 from tilemesh.runs.folder import new_run
@@ -275,6 +276,31 @@ def test_a_collectives_page_says_where_native_is_furthest_ahead() -> None:
         "auto is faster than native in 3 of 4 cases, equal in 0; median speedup 2.00×; native is furthest ahead in "
         "all_reduce, 8 ranks, ordinary arrays at 64 B, taking 50 % less time."
     )
+
+
+def test_rows_of_other_transports_and_machines_are_apart() -> None:
+    rows = [row for row in collective_rows() if row.case["algorithm"] == "auto"]
+    (once,) = collective_page.panels_of(rows)
+    slower = [replace(row, measured=Sample.of([1.0]), case={**row.case, "transport": "gloo"}) for row in rows]
+    assert [(panel.title, panel.times["auto"][0][1] == 1.0) for panel in collective_page.panels_of(rows + slower)] == [
+        ("all_reduce, 8 ranks over mpi, ordinary arrays", False),
+        ("all_reduce, 8 ranks over gloo, ordinary arrays", True),
+    ]
+    elsewhere = [replace(row, machine="other") for row in rows]
+    assert [panel.where for panel in collective_page.panels_of(rows + elsewhere)] == [" on made-up", " on other"]
+    assert "<h1>Collectives on made-up and other</h1>" in collective_page.render(rows + elsewhere)
+    again = [replace(row, measured=Sample.of([2.0])) for row in rows]  # the later row of a cell
+    (panel,) = collective_page.panels_of(rows + again)
+    assert {seconds for _, seconds in panel.times["auto"]} == {2.0}
+    assert len(panel.auto) == len(once.auto)
+
+
+def test_a_shape_on_two_machines_is_in_two_charts() -> None:
+    (row, *_) = collective_rows()
+    row = replace(row, name="softmax", case={"shape": "4x4", "dtype": "float32"}, peers={}, missing={"peers": "none"})
+    pairs = [(each, RowWork(1e6, 1e6)) for each in (row, replace(row, machine="other"))]
+    titles = [drawing.title for drawing in kernel_charts.rates(pairs)]
+    assert titles == ["softmax, float32, on made-up", "softmax, float32, on other"]
 
 
 def test_a_collectives_page_explains_arrays_from_comm_empty() -> None:

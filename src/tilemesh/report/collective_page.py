@@ -37,11 +37,13 @@ class Panel:
     buffers: str
     times: Mapping[str, SizePoints]
     auto: Sequence[Row]
+    where: str = ""
+    """Over what and on which machine, where the page has several."""
 
     @property
     def title(self) -> str:
         memory = {"": "", "empty": ", arrays from comm.empty"}.get(self.buffers, f", {self.buffers} arrays")
-        return f"{self.collective}, {self.ranks} ranks{memory}"
+        return f"{self.collective}, {self.ranks} ranks{self.where}{memory}"
 
     def crossovers(self) -> list[tuple[int, int, str, str]]:
         """Where the quickest of ours changes: (last size of the one, first of the other, the one, the other)."""
@@ -51,9 +53,8 @@ class Panel:
 def render(rows: Sequence[Row], schedules: Sequence[Schedule] = ()) -> str:
     """Rows of `bench collective`; schedules are drawn besides those that auto picked."""
     panels = panels_of(rows)
-    title = (
-        f"Collectives on {rows[0].machine}" if rows else ", ".join(schedule_title(schedule) for schedule in schedules)
-    )
+    machines = dict.fromkeys(row.machine for row in rows)
+    title = f"Collectives on {' and '.join(machines)}" if rows else ", ".join(map(schedule_title, schedules))
     picked = [*schedules, *picked_schedules(panels, {_key(schedule) for schedule in schedules})]
     every = el("details", el("summary", "Rows"), row_table(rows, ("ranks", "bytes", "algorithm")))
     return article(
@@ -75,25 +76,37 @@ def render(rows: Sequence[Row], schedules: Sequence[Schedule] = ()) -> str:
 
 
 def panels_of(rows: Sequence[Row]) -> list[Panel]:
-    """Rows by collective, ranks and whose memory; what is not a collective's time is passed over."""
-    panels: dict[tuple[str, int, str], tuple[dict[str, SizePoints], list[Row]]] = {}
+    """Rows by collective, ranks, whose memory, transport and machine; what is not a collective's time is passed over.
+    Of a cell that was measured twice the later row counts."""
+    panels: dict[tuple[str, int, str, str], tuple[dict[str, dict[int, float]], dict[int, Row]]] = {}
+    places = {(str(row.case.get("transport", "")), row.machine) for row in rows}
+    transports, machines = ({each[which] for each in places} for which in (0, 1))
     for row in rows:
         size, ranks, algorithm = row.case.get("bytes"), row.case.get("ranks"), row.case.get("algorithm")
         if row.unit != "s" or row.measured is None or not isinstance(size, int) or not isinstance(ranks, int):
             continue
-        times, auto = panels.setdefault((row.name, ranks, str(row.case.get("buffers", ""))), ({}, []))
-        times.setdefault(str(algorithm), []).append((size, row.measured.median))
+        where = f" over {row.case.get('transport')}" * (len(transports) > 1) + f" on {row.machine}" * (
+            len(machines) > 1
+        )
+        times, auto = panels.setdefault((row.name, ranks, str(row.case.get("buffers", "")), where), ({}, {}))
+        times.setdefault(str(algorithm), {})[size] = row.measured.median
         if algorithm == "auto":
-            auto.append(row)
+            auto[size] = row
             if row.limit is not None:
-                times.setdefault("limit", []).append((size, row.limit))
+                times.setdefault("limit", {})[size] = row.limit
         if algorithm in ("auto", None):
             for name, peer in row.peers.items():
-                if size not in dict(times.get(name, [])):
-                    times.setdefault(name, []).append((size, peer.median))
+                times.setdefault(name, {})[size] = peer.median
     return [
-        Panel(name, ranks, buffers, {key: sorted(set(points)) for key, points in times.items()}, auto)
-        for (name, ranks, buffers), (times, auto) in panels.items()
+        Panel(
+            name,
+            ranks,
+            buffers,
+            {key: sorted(points.items()) for key, points in times.items()},
+            [*auto.values()],
+            where,
+        )
+        for (name, ranks, buffers, where), (times, auto) in panels.items()
     ]
 
 

@@ -63,12 +63,13 @@ def rates(pairs: Sequence[Worked]) -> list[Drawing]:
 
 def _groups(pairs: Sequence[Worked]) -> dict[str, list[Worked]]:
     """By operator and settings, those of one operator together; of a shape that was measured twice, the later row."""
-    directions = {row.name for row, _ in pairs if "passes" in row.case}
+    directions, machines = {row.name for row, _ in pairs if "passes" in row.case}, {row.machine for row, _ in pairs}
     groups: dict[tuple[str, str], dict[str, Worked]] = {}
     for row, need in pairs:
         settings = {name: str(value) for name, value in row.case.items() if name not in _NOT_A_SETTING}
         passes = {"both": "forward and backward"}.get(settings.pop("passes", ""), "forward")
-        words = ", ".join([*settings.values(), *([passes] if row.name in directions else [])])
+        where = [f"on {row.machine}"] if len(machines) > 1 else []
+        words = ", ".join([*settings.values(), *([passes] if row.name in directions else []), *where])
         groups.setdefault((row.name, words), {})[str(row.case.get("shape", ""))] = (row, need)
     order = list(dict.fromkeys(name for name, _ in groups))
     titles = sorted(groups, key=lambda title: (order.index(title[0]), title[1]))

@@ -89,7 +89,8 @@ def render(rows: Sequence[Row], work: Sequence[RowWork | None], trials: Sequence
     pairs = kernel_times(rows, work)
     names = list(dict.fromkeys(row.name for row in rows))
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    title = f"{shown} on {rows[0].machine}" if rows else "What a tuner tried"
+    machines = " and ".join(dict.fromkeys(row.machine for row in rows))
+    title = f"{shown} on {machines}" if rows else "What a tuner tried"
     drawn = [row for row in rows if row.measured is not None and is_kernel_time(row)]
     charts = [drawing.show() for drawing in rates(pairs)]
     judged = [speedups(some, words) for words, some in _by_words(drawn)] or [el("p", "No peer was run.")]
