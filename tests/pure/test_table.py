@@ -208,3 +208,11 @@ def test_a_sentence_in_a_pipe_fits_100_columns(monkeypatch: pytest.MonkeyPatch) 
 def test_one_reading_has_no_spread() -> None:
     text = words(render([row(measured=Sample.of([5e-6]))]))
     assert "(-20 %) 5 µs 2.5 µs" in text
+
+
+def test_what_computes_less_is_shown_and_is_not_the_best_peer() -> None:
+    text = render([row(peers={"eager": sample(10e-6), "a @ b alone": sample(4e-6)})])
+    assert text.splitlines()[-1].endswith("2.00×")
+    assert "0.80×" in text
+    alone = render([row(peers={"a @ b alone": sample(4e-6)})])
+    assert not alone.splitlines()[-1].endswith("×")

@@ -23,6 +23,9 @@ CaseValue = str | int | float | bool | None
 # The columns every row has, besides one for each peer.
 COLUMNS = ("predicted", "measured", "limit")
 
+COMPUTES_LESS = ("a @ b alone",)
+"""Columns beside the peers' that do less than ours: shown, never counted as a peer."""
+
 # True: more is better. Any other unit that ends in "/s" is a rate, so more is better there too.
 DIRECTIONS = {"s": False, "B": False, "nats": False, "fraction": True, "count": False, "messages": False, "J": False}
 

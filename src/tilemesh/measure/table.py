@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tilemesh.core.units import format_bytes, format_count, format_plain, format_rate, format_seconds
-from tilemesh.measure.row import CaseValue, Row
+from tilemesh.measure.row import COMPUTES_LESS, CaseValue, Row
 from tilemesh.measure.sample import Sample, equal
 
 # A pipe has no width of its own; what is wider than this is broken by most of what shows text.
@@ -255,12 +255,11 @@ def _peer(row: Row, peer: str, notes: _Notes, with_speedup: bool) -> tuple[Text,
 
 
 def _best(row: Row, notes: _Notes) -> Text:
-    """The speedup over the peer that comes closest."""
+    """The speedup over the peer that comes closest, of those that compute the same."""
     if "peers" in row.missing and not row.peers:
         return notes.mark(row.missing["peers"])
-    if not row.speedup:
-        return Text("")
-    return _speedup(row, min(row.speedup, key=row.speedup.__getitem__))
+    factors = {name: factor for name, factor in row.speedup.items() if name not in COMPUTES_LESS}
+    return _speedup(row, min(factors, key=factors.__getitem__)) if factors else Text("")
 
 
 def _speedup(row: Row, peer: str) -> Text:

@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tilemesh.core.units import format_bytes, format_plain, format_rate
-from tilemesh.measure.row import Row
+from tilemesh.measure.row import COMPUTES_LESS, Row
 from tilemesh.report.draw import Dots, Drawing, Line, Note, PageTable, Plot, PlotAxis, PlotLayer
 from tilemesh.report.rows import percent
 
-NO_PEERS = ("a @ b alone",)
-"""Columns that compute less than ours: shown, never counted as a peer."""
 COMPUTE_BOUND = 50.0  # FLOPs per byte: from here on an operator is judged by FLOP/s, below it by bandwidth
 MOST_JOINED = 6  # shapes whose values are joined by lines
 _NOT_A_SETTING = ("shape", "time", "config", "auto", "by", "limit")
@@ -170,7 +168,7 @@ def roofline(pairs: Sequence[Worked]) -> Drawing:
 
 
 def peers_of(row: Row) -> dict[str, float]:
-    return {name: factor for name, factor in row.speedup.items() if name not in NO_PEERS}
+    return {name: factor for name, factor in row.speedup.items() if name not in COMPUTES_LESS}
 
 
 def best_peer(row: Row) -> str:

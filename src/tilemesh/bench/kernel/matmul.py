@@ -26,8 +26,9 @@ from tilemesh.kernels.matmul.problem import Problem
 from tilemesh.kernels.matmul.trial import allowed_error, checked_rows, exact_rows, input_bytes, make_inputs
 from tilemesh.kernels.matmul.tuning import TUNING
 from tilemesh.kernels.operator_bench import EAGER, OURS, Arguments, OperatorBench
+from tilemesh.measure.row import COMPUTES_LESS
 
-ALONE = "a @ b alone"
+(ALONE,) = COMPUTES_LESS
 
 
 class FusedMatmulBench(OperatorBench[Problem]):
