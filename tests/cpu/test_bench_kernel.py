@@ -92,16 +92,20 @@ def test_rows_have_what_torch_compile_makes_and_refuse_a_wrong_result(monkeypatc
         return lambda *given: function(*given) + 1
 
     monkeypatch.setattr(torch, "compile", compiled)
-    (row, _) = bench_rows(bench, ["5x7"], repeats=1, on=ON_THE_CPU)
+    rows = bench_rows(bench, ["5x7"], repeats=1, on=ON_THE_CPU)
     assert made == [None]
-    assert "compile" not in row.peers
-    assert "compile is wrong: error" in row.missing["compile"]
+    for row in rows:
+        assert "compile" not in row.peers
+        assert "compile is wrong: error" in row.missing["compile"]
     unknown_gpu = replace(ON_THE_CPU, name="NVIDIA Unheard-of")
     (row, _) = bench_rows(bench, ["5x7"], compiled=False, repeats=1, on=unknown_gpu)
     assert row.missing["predicted"] == "no figures for NVIDIA Unheard-of"
     wrong = replace(bench, function=wrong_scale_shift)
     with pytest.raises(RunError, match=r"5x7: .*ours is wrong"):
         bench_rows(wrong, ["5x7"], compiled=False, repeats=1, on=ON_THE_CPU)
+    call_alone = replace(ON_THE_CPU, timers={"call": ON_THE_CPU.timers["call"]})
+    with pytest.raises(RunError, match=r"5x7: .*ours is wrong"):
+        bench_rows(wrong, ["5x7"], compiled=False, repeats=1, on=call_alone)
 
 
 def test_rows_check_what_a_step_in_place_does(monkeypatch):

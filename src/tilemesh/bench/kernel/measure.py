@@ -122,13 +122,13 @@ def prepared_cases(
         for name, function in functions.items()
     }
     ours = calls.pop(OURS)
+    check = _once(check_of(bench, problem, functions, candidates.overwriting, sets, on))
     not_predicted = Estimate(None, "the cost model is of kernel time")
     return [
         BenchCase(
             name=bench.name, labels={**labels, **ceiling, "time": figure, **chosen}, ours=ours,
             peers={**calls, **candidates.missing}, predict=guess if figure == "kernel" else not_predicted, limit=limit,
-            check=check_of(bench, problem, functions, candidates.overwriting, sets, on) if figure == "kernel" else None,
-            timer=timer, sets=len(sets), repeats=repeats, seconds=SECONDS,
+            check=check, timer=timer, sets=len(sets), repeats=repeats, seconds=SECONDS,
         )
         for figure, timer in on.timers.items()
     ]  # fmt: skip
@@ -177,6 +177,23 @@ def check_of(
             raise RunError(f"{name} is wrong: {wrong or 'not finite'}")
 
     return Check(poison, verify)
+
+
+def _once(check: Check) -> Check:
+    """Looks at each candidate where it is first timed; what is wrong there is no candidate for another kind of time."""
+    wrong: dict[str, RunError | None] = {}
+
+    def verify(name: str, result: object, index: int) -> None:
+        if name not in wrong:
+            try:
+                check.verify(name, result, index)
+                wrong[name] = None
+            except RunError as error:
+                wrong[name] = error
+        if (failure := wrong[name]) is not None:
+            raise failure
+
+    return Check(check.poison, verify)
 
 
 def _limit(work: Cost, device_name: str) -> tuple[float | None, str]:
