@@ -168,6 +168,23 @@ def test_a_peer_that_is_not_installed_or_ends_says_why(tmp_path: Path, monkeypat
         assert "KeyError" in broken.why
 
 
+def test_a_peer_that_gives_no_answer_does_not_go_on_beside_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "slow"
+    program.write_text('#!/bin/sh\necho \'{"version": "1"}\'\nexec sleep 60\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(peers, "PEERS", {"slow": ()})
+    monkeypatch.setattr(peers.sys, "executable", str(program))
+    with PeerProcess("slow", tmp_path, "fp32", "cpu") as slow:
+        assert (slow.version, slow.why) == ("1", "")
+        assert slow.run([LoadRequest(0.0, (1,), 1)], limit_s=0.2) is None
+        assert slow.why.startswith("no answer within")
+        assert slow._process is not None
+        assert slow._process.wait(5) != 0
+        assert slow.run([LoadRequest(0.0, (1,), 1)]) is None
+
+
 @pytest.mark.parametrize(("device", "most"), [("cpu", 8 * 2**30), ("cuda", None)])
 def test_continuous_batching_on_a_cpu_gets_a_cache_that_fits(
     monkeypatch: pytest.MonkeyPatch, device: str, most: int | None

@@ -117,6 +117,7 @@ class PeerProcess:
         if not line:
             code = self._process.poll()
             self.why = f"no answer within {limit_s:.0f} s" if not ready else f"its process ended (code {code})"
+            self._process.kill()  # else it goes on computing while others are timed
             return {}
         answer = json.loads(line)
         self.why = str(answer.get("why", ""))
