@@ -175,7 +175,7 @@ def test_a_peer_that_gives_no_answer_does_not_go_on_beside_others(
     program.write_text('#!/bin/sh\necho \'{"version": "1"}\'\nexec sleep 60\n')
     program.chmod(0o755)
     monkeypatch.setattr(peers, "PEERS", {"slow": ()})
-    monkeypatch.setattr(peers.sys, "executable", str(program))
+    monkeypatch.setattr("sys.executable", str(program))
     with PeerProcess("slow", tmp_path, "fp32", "cpu") as slow:
         assert (slow.version, slow.why) == ("1", "")
         assert slow.run([LoadRequest(0.0, (1,), 1)], limit_s=0.2) is None
@@ -334,6 +334,23 @@ def test_steps_launched_kernel_by_kernel_stand_beside_ours(engine: Engine, tmp_p
     (row,) = bench.findings.rows
     assert list(row.peers) == ["kernel by kernel"]
     assert (tmp_path / "decode-2.txt").read_text().split()[:2] == ["us", "calls"]
+
+
+def test_the_energy_of_processes_on_gpus_is_not_that_of_the_cpu(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readings = itertools.count(0.0, 6.0)
+    counter = EnergyCounter("this machine's packages", 1, lambda: next(readings))
+    monkeypatch.setattr("tilemesh.bench.serve.run.energy_meter", lambda device: EnergyMeter(counter))
+    replicas: Any = SimpleNamespace(engines=[engine], submit=engine.submit)
+    for on_gpus in (False, True):
+        bench = ServeBench(
+            engine, {}, None, "", ServeGoal(), lambda text: None, watched=False, replicas=replicas, on_gpus=on_gpus
+        )
+        bench.offline(make_load(2, Lengths(5, 9), Lengths(3, 3), TINY.vocabulary), 1, [])
+        row = bench.findings.rows[-1]
+        assert (row.name, row.measured is None) == ("serve, energy per token", on_gpus)
+        assert ("not added up" in row.missing.get("measured", "")) == on_gpus
 
 
 def test_a_decode_step_is_one_of_all_its_sequences(

@@ -22,6 +22,7 @@ from tilemesh.bench.profile import kernel_times, write_kernel_times
 from tilemesh.bench.serve.load import Lengths, LoadRequest, make_load, other_prompts
 from tilemesh.bench.serve.ours import fit_engine, fitting_batches, predict_load, run_load
 from tilemesh.bench.serve.peers import PeerProcess, write_folder
+from tilemesh.core.energy import EnergyMeter
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import Cluster, device_for, make_node
 from tilemesh.measure.gpu import energy_meter
@@ -39,6 +40,7 @@ from tilemesh.serve.replicas import Replicas
 
 Clock = Callable[[Sequence[SequencePart]], float]
 _WARM_TOKENS = 16
+_NOT_ADDED_UP = "not measured: the energy of several processes' GPUs is not added up"
 
 
 @dataclass
@@ -101,6 +103,8 @@ class ServeBench:
     replicas: Replicas | None = None
     """Where several share the requests, of which `engine` is the first: each is predicted to get as many, and requests
     are timed, not steps."""
+    on_gpus: bool = False
+    """Whether it is GPUs that the processes of `replicas` compute on."""
 
     def __post_init__(self) -> None:
         self._began = time.monotonic()
@@ -174,7 +178,7 @@ class ServeBench:
             peer.run(short)
         ours: list[float] = []
         joules: list[float] = []
-        meter = energy_meter(self.device)
+        meter = EnergyMeter(_NOT_ADDED_UP) if self.replicas and self.on_gpus else energy_meter(self.device)
         theirs: dict[str, list[float]] = {peer.name: [] for peer in peers}
         tokens = sum(request.output for request in load)
         for block in range(blocks):

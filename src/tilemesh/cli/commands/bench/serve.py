@@ -123,8 +123,9 @@ def serve(options: ServeBenchOptions) -> Output:
         on_cpu = options.device == "cpu"
         seconds = options.seconds or (_CPU_SECONDS if on_cpu else math.inf)
         bench = ServeBench(
-            engine, case, clock, why, goal, console.print, watched=on_cpu, seconds=seconds, replicas=replicas
-        )
+            engine, case, clock, why, goal, console.print, watched=on_cpu, seconds=seconds, replicas=replicas,
+            on_gpus=not on_cpu,
+        )  # fmt: skip
         bench.findings.rows = KeptRows(options.json)
         peers = open_peers(options.peers, engine, options.dtype, options.device, closing) if options.blocks else []
         if options.predict == "fitted" and options.device == "cpu" and not replicas and (options.blocks or loads):
