@@ -71,6 +71,7 @@ DIGITS = "9" * 5000
         (["train", "--json", "/proc/x"], "--json /proc/x cannot be written"),
         (["verify", "--json", "/proc/x"], "--json /proc/x cannot be written"),
         (["verify", "--device", "cuda", "--transport", "threads"], "give --transport torch or mpi"),
+        (["verify", "--ranks", "1", "--models", "dropped"], "nothing would be shown; give --ranks 2"),
         (["doctor", "--json", "/proc/x"], "--json /proc/x cannot be written"),
         (["calibrate", "--json", "/proc/x"], "--json /proc/x cannot be written"),
         (["launch", "--ranks", "1000000", "--", "true"], "--ranks is 1000000: expected at most"),

@@ -115,7 +115,10 @@ def _require(options: VerifyOptions) -> None:
     """Refuse what cannot be before any rank is started."""
     from tilemesh.parallel.gate.pairs import every_case
 
-    every_case(options.ranks, options.models, options.precision)
+    if not every_case(options.ranks, options.models, options.precision, options.pairs):
+        more = next(ranks for ranks in (2, 4, 8) if every_case(ranks, options.models, options.precision, options.pairs))
+        words = f"--ranks {options.ranks} --models {','.join(options.models)}"
+        raise UsageError(f"{words}: no layout of so few ranks has these: nothing would be shown; give --ranks {more}")
     if options.device == "cuda":
         if options.transport == "threads" and options.ranks > 1:  # they would wait for one another in it for good
             raise UsageError(
