@@ -22,6 +22,8 @@ def test_every_rank_has_all_readings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({seat.host for seat in first.seats}) == 1
     names = [row.name for row in cluster_rows(first)]
     assert names == ["bandwidth inside a host", "latency inside a host", "matrix product of a rank"]
+    (*_, product) = cluster_rows(dataclasses.replace(first, gpu="Tesla T4"))  # which has no unit for bf16
+    assert (product.limit, product.missing["limit"]) == (None, "not calibrated")
 
 
 def test_a_rank_with_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,7 +205,7 @@ def cluster_rows(reading: ClusterReading) -> list[Row]:
         far = {"limit": "no datasheet says", **why}
         rows.append(_row(f"latency {kind}", "s", [link.latency_s for link in links], None, far, case))
     device = device_for(reading.gpu) if reading.gpu else None
-    limit = None if device is None else device.peak("bf16")
+    limit = None if device is None else device.peak_flops_per_s.get("bf16")
     why = {"predicted": silent, "peers": "the other ranks are"} | ({} if limit else {"limit": "not calibrated"})
     slow = min(reading.flops_per_s, key=lambda rank: reading.flops_per_s[rank])
     rows.append(
