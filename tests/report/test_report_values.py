@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -18,6 +19,7 @@ from tilemesh.core.scene import PALETTE
 from tilemesh.core.units import format_bytes
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import Sample
+from tilemesh.plan.prediction import Times
 from tilemesh.report import (
     compare,
     compare_page,
@@ -28,6 +30,7 @@ from tilemesh.report import (
     run_parts,
     series,
     spans,
+    time_parts,
     verdict,
 )
 from tilemesh.report.draw import PlotAxis, around
@@ -270,6 +273,15 @@ def test_seconds_by_kind_count_each_second_once(make_run: MakeRun) -> None:
     assert seconds["idle"] == pytest.approx(0.037)  # the all_reduce inside the meeting is waiting too
     assert seconds["data"] == pytest.approx(0.01)
     assert sum(seconds.values()) == pytest.approx(sum(s.ended_s - s.began_s for s in steps) / 2)
+
+
+def test_the_predicted_bar_of_a_step_is_as_long_as_the_step() -> None:
+    """Moves to the host that nothing hides are among what a rank measures as computing."""
+    names = [field.name for field in dataclasses.fields(Times)]
+    times = {name: float(2**place) for place, name in enumerate(names)}
+    found = time_parts._predicted(run.Run("r", "/r", DONE, predicted={"times": times}))
+    assert sum(found.values()) == Times(**times).total_s
+    assert found[spans.EXCHANGE] == Times(**times).exposed_s
 
 
 def test_events_that_are_none_are_passed_over() -> None:

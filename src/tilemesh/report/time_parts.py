@@ -65,7 +65,7 @@ def _predicted(run: Run) -> dict[str, float]:
     """The planner's step, in the kinds that are measured; empty where it made none."""
     times = {key: number(value, 0.0) for key, value in section(run.predicted, "times").items()}
     sums = {
-        spans.COMPUTE: ("compute_s", "recompute_s", "optimizer_s", "host_s"),
+        spans.COMPUTE: ("compute_s", "recompute_s", "optimizer_s", "offload_s", "host_s"),
         spans.EXCHANGE: ("tp_s", "cp_s", "ep_s", "pp_s", "dp_s"),
         spans.IDLE: ("bubble_s",),
     }
