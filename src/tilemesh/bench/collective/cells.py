@@ -52,8 +52,8 @@ class Cell:
 
     @property
     def written_bytes(self) -> int:
-        """The fewest that must be written: every result once."""
-        return self.payload * (1 if self.collective == "reduce_scatter" else self.ranks)
+        """The fewest that must be written: every result once; a broadcast's root may have it where it is."""
+        return self.payload * {"reduce_scatter": 1, "broadcast": self.ranks - 1}.get(self.collective, self.ranks)
 
     @property
     def bus_factor(self) -> float:
