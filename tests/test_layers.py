@@ -79,7 +79,7 @@ STRICTER = {
 # The most lines that a room may have: raised only in the commit that adds a named capability. `make size` prints them.
 MOST_LINES = {
     "core": 8_824,
-    "measure": 3_026,
+    "measure": 3_028,
     "launch": 2_138,
     "runs": 2_157,
     "data": 2_670,
@@ -94,9 +94,9 @@ MOST_LINES = {
     "train": 9_190,
     "serve": 9_814,
     "align": 4_319,
-    "report": 6_349,
+    "report": 6_362,
     "bench": 9_280,
-    "cli": 6_901,
+    "cli": 6_905,
     "guide": 17_271,
 }
 SOURCE_SUFFIXES = (".py", ".c", ".cpp", ".h", ".cu", ".cuh", ".js", ".css")

@@ -7,11 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from tilemesh.bench.collective.cells import Cell
+from tilemesh.bench.collective.fit import arrays
+from tilemesh.bench.collective.ranks import Bench
+from tilemesh.bench.collective.run import CollectiveJob
 from tilemesh.cli.main import main
+from tilemesh.comm import run_threads
+from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.comm.runtime.fit import Fit
 from tilemesh.core.cores import available_cores
 from tilemesh.launch.start import find_mpiexec
-from tilemesh.measure.row import read_rows
+from tilemesh.measure.row import Row, read_rows
 
 PARTS = ("set-up", "copy", "wire", "reduce", "wait")
 
@@ -52,3 +58,15 @@ def test_a_fit_and_rows_with_all_their_neighbours(
     ring = next(row for row in rows if row.case["algorithm"] == "ring" and row.case["bytes"] == 1024)
     assert ring.case["sent_bytes"] == 1024  # 2 (n - 1) / n of it
     assert chart.read_text().startswith("<svg")
+
+
+def test_what_computing_hides_has_no_spread() -> None:
+    """It follows from three medians: nothing says how far it is from another reading."""
+
+    def measured(comm: Communicator) -> Row:
+        bench = Bench(comm, CollectiveJob("command"))
+        return bench._overlap("auto", 4096, *arrays(comm, Cell("all_reduce", comm.size, 4096)))
+
+    row, _ = run_threads(2, measured)
+    assert row.measured is not None
+    assert (row.measured.n, row.unit) == (1, "fraction")

@@ -17,7 +17,7 @@ from tilemesh.bench.collective.cells import Cell, array_words, cells_of
 from tilemesh.bench.collective.fit import arrays, measure_fit, timer_of
 from tilemesh.bench.collective.peers import peer_call
 from tilemesh.bench.collective.run import CollectiveJob
-from tilemesh.bench.harness import Estimate, make_row
+from tilemesh.bench.harness import Estimate, exactly, make_row
 from tilemesh.comm.connection import connect
 from tilemesh.comm.runtime.choose import Request, candidates
 from tilemesh.comm.runtime.communicator import Communicator
@@ -245,7 +245,7 @@ class Bench:
         }  # fmt: skip
         no_core = "no core is free: communication is CPU work, as compute is"
         return make_row(
-            "overlap", case, Sample(hidden, hidden, hidden, result["both"].n), unit="fraction", marks=self.stamp,
+            "overlap", case, exactly(hidden), unit="fraction", marks=self.stamp,
             predicted=Estimate(None, "no model of overlap"), limit=Estimate(1.0 if has_room else None, no_core),
             no_peers="native is a row of its own",
         )  # fmt: skip
