@@ -462,14 +462,33 @@ def test_heads_that_do_not_divide_are_refused() -> None:
     run_threads(4, main)
 
 
+class AttendingOne(Attending):
+    """To what lies in a tuple or dict."""
+
+    def forward(self, x: torch.Tensor, memory: Any) -> torch.Tensor:
+        return super().forward(x, memory["given"] if isinstance(memory, dict) else memory[0])
+
+
+def test_a_region_wants_a_tensor_first() -> None:
+    def main(comm: Communicator) -> None:
+        block = torch.nn.Sequential(torch.nn.Linear(4, 4))
+        laid = lay(block, Mesh(comm, tp=2), ParallelPlan(tp=2, precision="fp32"), {"0": "column"})
+        with pytest.raises(UsageError, match="its first is a tuple, expected a tensor"):
+            laid.module[0]((torch.ones(1, 4),))  # type: ignore[index]
+
+    run_threads(2, main)
+
+
 @pytest.mark.parametrize("named", [False, True])
-def test_all_that_a_region_is_given_has_whole_gradients(named: bool) -> None:
+@pytest.mark.parametrize("within", [None, lambda x: (x, 1), lambda x: [x], lambda x: {"given": x}])
+def test_all_that_a_region_is_given_has_whole_gradients(named: bool, within: Any) -> None:
     torch.manual_seed(0)
-    model = torch.nn.ModuleDict({"before": torch.nn.Linear(8, 8), "region": Attending(2)}).double()
+    region = Attending(2) if within is None else AttendingOne(2)
+    model = torch.nn.ModuleDict({"before": torch.nn.Linear(8, 8), "region": region}).double()
     x, memory = torch.randn(2, 3, 8, dtype=torch.float64), torch.randn(2, 5, 8, dtype=torch.float64)
 
     def loss_of(model: Any) -> torch.Tensor:
-        given = model["before"](memory)
+        given = (within or (lambda x: x))(model["before"](memory))
         y: torch.Tensor = model["region"](x, memory=given) if named else model["region"](x, given)
         return y.square().sum()
 

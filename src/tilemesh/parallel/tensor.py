@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import functional
+from torch.utils._pytree import tree_map
 
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.comm.schedules.collectives import cut
@@ -226,8 +227,11 @@ class EntryHook:
     enter: Passage
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        if not args:
-            raise UsageError(f"{type(module).__name__} begins a region: give its input as the first argument, unnamed")
+        if not args or not isinstance(args[0], Tensor):
+            given = f"; its first is a {type(args[0]).__name__}, expected a tensor" if args else ""
+            raise UsageError(
+                f"{type(module).__name__} begins a region: give its input as the first argument, unnamed{given}"
+            )
         return (self.enter(args[0]), *args[1:])
 
 
@@ -256,14 +260,15 @@ def enter_at(module: nn.Module, seams: Seams) -> None:
 
 
 def enter_others_at(module: nn.Module, seams: Seams) -> None:
-    """So does all else it is given that requires gradients, such as what queries attend to."""
+    """So does all else it is given that requires gradients, such as what queries attend to, also in tuples, lists and
+    dicts."""
     enter = Passage(seams, "enter")
 
     def entered(x: Any) -> Any:
         return enter(x) if isinstance(x, Tensor) and x.requires_grad else x
 
     def hook(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
-        return (*args[:1], *map(entered, args[1:])), {name: entered(x) for name, x in named.items()}
+        return (*args[:1], *tree_map(entered, args[1:])), tree_map(entered, named)
 
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
