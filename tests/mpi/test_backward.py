@@ -6,6 +6,7 @@ import copy
 import math
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -460,6 +461,56 @@ def test_heads_that_do_not_divide_are_refused() -> None:
             lay(model, Mesh(comm, tp=4), ParallelPlan(tp=4, precision="fp32"), splits)
 
     run_threads(4, main)
+
+
+class Block(torch.nn.Module):
+    """A region of two matrices, and one of several things after them."""
+
+    def __init__(self, after: str) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8), torch.nn.LayerNorm(8)
+        self.again = torch.nn.Linear(8, 8)
+        self.scale = torch.nn.Parameter(torch.ones(8))  # of a rank's own features
+        self.after = after
+
+    def forward(self, x: torch.Tensor) -> Any:
+        wide = torch.relu(self.up(x))
+        y: torch.Tensor = self.down(wide)
+        match self.after:
+            case "residual":
+                return (y + x, 1)
+            case "norm":
+                return self.norm(y)
+            case "column":
+                return self.again(y)
+            case "scaled":
+                return wide * self.scale
+        return {"y": torch.nn.functional.dropout(y)}
+
+
+@pytest.mark.parametrize(
+    ("after", "words"),
+    [
+        ("residual", "region, a Block, is a region .*its input is added to"),
+        ("norm", r"region\.norm\.(weight|bias) follows it"),
+        ("column", "a column layer takes what an exchange gave"),
+        ("", ""),
+        ("scaled", ""),
+    ],
+)
+def test_what_follows_an_exchange_in_a_region_is_refused(after: str, words: str) -> None:
+    model = torch.nn.ModuleDict({"before": torch.nn.Linear(8, 8), "region": Block(after)})
+    splits: Any = {"region": "region", "region.up": "column", "region.down": "row", "region.again": "column"}
+
+    def main(comm: Communicator) -> None:
+        block = lay(copy.deepcopy(model), Mesh(comm, tp=2), ParallelPlan(tp=2, precision="fp32"), splits).module
+        with torch.no_grad():
+            block["region"](block["before"](torch.ones(2, 8)))  # type: ignore[index]
+        for _ in range(2):
+            with pytest.raises(UsageError, match=words) if words else nullcontext():
+                block["region"](block["before"](torch.ones(2, 8)))  # type: ignore[index]
+
+    run_threads(2, main)
 
 
 class AttendingOne(Attending):

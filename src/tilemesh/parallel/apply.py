@@ -43,6 +43,7 @@ from tilemesh.parallel.gradients import Gradients, LocalGradients, Naive, Parts,
 from tilemesh.parallel.laid import AUTOCAST, Laid
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.pipeline import Pipeline, StageModule, holder_groups, holders_of
+from tilemesh.parallel.region_end import require_end_at
 from tilemesh.parallel.shard import (
     ColumnSplit,
     Held,
@@ -169,6 +170,9 @@ def _cut(
     _cut_parameters(model, shards, device, together=plan.zero < 3 and "weights" not in plan.offloads)
     if mesh.tp.size > 1:
         _cut_modules(model, splits, seams)
+        for name, split in splits.items():
+            if isinstance(split, Region) and not isinstance(model, Transformer):
+                require_end_at(name, model.get_submodule(name), model, shards)
     # Ranks of tp route the same tokens, inside a region, or are among those that share each sequence.
     cut = plan.tp if plan.routes_apart else 1
     counts = None

@@ -117,7 +117,7 @@ class Seams:
         def there(x: Tensor) -> Tensor:
             return self.move(x.to(narrow), one_way, dim, total).to(x.dtype)
 
-        return exchanged(x, there, lambda grad: self.move(grad, other_way, dim, total))
+        return exchanged(x, there, lambda grad: self.move(grad, other_way, dim, total), passage.name)
 
     def move(self, x: Tensor, exchange: str, dim: int, total: int) -> Tensor:
         """As `exchange_of` names it, along a dim of which all ranks have `total` together; or the largest of all."""
@@ -199,19 +199,23 @@ class _TwoWayExchange(torch.autograd.Function):
     """A value exchanged by one function, its gradient by the other."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.back = back
+    def forward(
+        ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor], passage: str
+    ) -> Tensor:
+        ctx.back, ctx.passage = back, passage
         return there(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(grad), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(grad), None, None, None
 
 
-def exchanged(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-    """`there` of a value; `back` is what its gradient goes through."""
+def exchanged(
+    x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor], passage: str = ""
+) -> Tensor:
+    """`there` of a value; `back` is what its gradient goes through. `passage`: what its node is known by."""
     function: Any = _TwoWayExchange  # torch's stubs leave `apply` untyped
-    y: Tensor = function.apply(x, there, back)
+    y: Tensor = function.apply(x, there, back, passage)
     return y
 
 
