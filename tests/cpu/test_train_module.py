@@ -18,6 +18,7 @@ from tilemesh.comm.connection import run_threads
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.parallel.placed import PlacedModule
 from tilemesh.runs.folder import new_run
 from tilemesh.runs.kind import MODULE
 from tilemesh.train import load_config
@@ -287,9 +288,28 @@ def test_modules_in_a_row_train_on_stages_and_go_on_on_others(tmp_path: Path) ->
     assert summaries[0]["parameters"] == sum(value.numel() for value in want.values())
 
 
+def test_without_stages_microbatches_pass_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    want, rows, forward = plain(staged(tmp_path, "tp=1"), tmp_path), [], PlacedModule.forward
+
+    def seen(self: PlacedModule, *args: Any, **named: Any) -> Any:
+        rows.append(len([*args, *named.values()][0]))
+        return forward(self, *args, **named)
+
+    monkeypatch.setattr(PlacedModule, "forward", seen)
+    config = staged(tmp_path, "tp=1", "plan.accumulation=4")
+    for name, value in trained(config, tmp_path / "run").items():
+        torch.testing.assert_close(value, want[name], atol=1e-10, rtol=1e-10, msg=name)
+    assert rows.count(2) == 4 * STEPS
+    losses = [json.loads(line).get("loss") for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    trained(staged(tmp_path, "tp=1"), tmp_path / "whole")
+    whole = [json.loads(line).get("loss") for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    assert [loss for loss in losses if loss] == pytest.approx([loss for loss in whole if loss], abs=1e-10)
+
+
 @pytest.mark.parametrize(
     ("mesh", "sets", "function", "message"),
     [
+        ("tp=2", ("plan.accumulation=3",), "make", "tensors of 8 rows cannot be cut into 3 microbatches"),
         ("pp=2", (), "one", "returns one module: return a list of modules"),
         ("pp=3", (), "make", "4 modules on"),
         ("pp=2", ("plan.accumulation=3",), "make", "tensors of 8 rows cannot be cut into 3 microbatches"),

@@ -37,7 +37,7 @@ from tilemesh.runs.manifest import STATE
 from tilemesh.train import rank
 from tilemesh.train.config import ModuleRun, TrainConfig
 from tilemesh.train.lessons import Lessons
-from tilemesh.train.module_stages import StagedCall, by_place
+from tilemesh.train.module_stages import StagedCall, by_place, cut_rows
 from tilemesh.train.placed_step import lay_placed, step_figures
 from tilemesh.train.programs import read_program
 from tilemesh.train.record import Recorder
@@ -83,6 +83,12 @@ class ModuleLessons(Lessons):
                 f"what {self.module.program} gives for step {step} fails: {type(error).__name__}: {error}"
             ) from error
 
+    @property
+    def microbatches(self) -> int:
+        """Of a step, one after the other; stages cut a batch themselves."""
+        plan = self.config.plan
+        return plan.accumulation if plan.pp == 1 else 1
+
     def fingerprint(self) -> str:
         return hashlib.sha256(Path(self.module.program.rpartition(":")[0]).read_bytes()).hexdigest()[:16]
 
@@ -105,6 +111,7 @@ class ModuleLessons(Lessons):
             return choose_joint(trace, mesh.shape, cost, self.module.choose, most, pins, comm=mesh.comm)
 
         if mesh.pp.size == 1:
+            example = dataclasses.replace(example, tensors=cut_rows(example.tensors, self.microbatches)[0])
             placed = place_call(model, mesh, pins, example, joint=joint(model, mesh, pins, example))
         else:
             if not isinstance(model, Chained):
@@ -121,7 +128,7 @@ class ModuleLessons(Lessons):
         names = {id(value): name for name, value in (*model.named_parameters(), *model.named_buffers())}
         state = model.state_dict(keep_vars=True).items()  # with tied weights, without buffers that are not persistent
         self.state = {name: names[id(value)] for name, value in state if id(value) in names}
-        return lay_placed(placed, self.config.plan, names.values())
+        return lay_placed(placed, self.config.plan, names.values(), self.microbatches)
 
     def written_by(self) -> dict[str, Any]:
         return {STATE: self.state}
@@ -130,7 +137,7 @@ class ModuleLessons(Lessons):
         """What its step is expected to take, before the first is made."""
         predicted: dict[str, Any] = {"missing": cost} if isinstance(cost, str) else {}
         if not isinstance(cost, str):
-            figures = step_figures(self.placed, cost)
+            figures = step_figures(self.placed, cost, self.microbatches)
             predicted = {"step_time_s": figures.seconds, "sent_bytes": figures.sent_bytes, "limit_s": figures.limit_s}
         if comm.rank == 0:
             write_prediction(self.folder, {**stamp(), **predicted})
@@ -142,7 +149,8 @@ class ModuleLessons(Lessons):
         assert isinstance(source, ModuleBatches)
 
         def loss(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-            if self.placed.training:  # dropout's numbers follow from the step's, so that a run can go on
+            if self.placed.training and not source.recorder.at_pass.microbatch:
+                # Dropout's numbers follow from the step's, so that a run can go on.
                 seed = fold_seed(self.config.train.seed, source.recorder.step)
                 for generator in self.placed.generators:
                     generator.manual_seed(seed)
@@ -209,7 +217,8 @@ class ModuleBatches(Source):
                 f"step {number} is called with {', '.join(call.names)} and step 1 with "
                 f"{', '.join(self.lessons.first.names)}, or with other values beside its tensors: give all steps alike"
             )
-        return [Microbatch(_on(call, self.device).tensors, 0)]
+        cut = cut_rows(_on(call, self.device).tensors, self.lessons.microbatches)
+        return [Microbatch(tensors, 0) for tensors in cut]
 
     def held_out(self) -> Iterator[Microbatch]:
         for example in self.lessons.program.held_out:

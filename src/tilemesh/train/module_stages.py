@@ -57,14 +57,7 @@ class StagedCall(nn.Module):
         return staged.step(self._cut(tensors)) if torch.is_grad_enabled() else staged.evaluate(tensors[:1], tensors[1:])
 
     def _cut(self, tensors: Sequence[Tensor]) -> list[Microbatch]:
-        rows, count = {len(tensor) for tensor in tensors}, self.plan.accumulation
-        if len(rows) > 1 or min(rows) % count:
-            raise UsageError(
-                f"tensors of {', '.join(map(str, sorted(rows)))} rows cannot be cut into {count} microbatches alike: "
-                "set another plan.accumulation"
-            )
-        parts = zip(*(tensor.chunk(count) for tensor in tensors), strict=True)
-        return [([first], more) for first, *more in parts]
+        return [([first], more) for first, *more in cut_rows(tensors, self.plan.accumulation)]
 
     def train(self, mode: bool = True) -> StagedCall:
         for placed in self.placed:
@@ -93,6 +86,17 @@ class StagedCall(nn.Module):
         stages = np.asarray(self.mesh.comm.all_gather(np.array([seconds]))).reshape(self.plan.pp, -1).max(1)
         count = self.plan.accumulation
         return float(stages.sum() + (count - 1) * stages.max()), count * sent
+
+
+def cut_rows(tensors: Sequence[Tensor], count: int) -> list[tuple[Tensor, ...]]:
+    """A batch as so many microbatches of as many rows each."""
+    rows = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors}
+    if count > 1 and (len(rows) > 1 or not min(rows) or min(rows) % count):
+        raise UsageError(
+            f"tensors of {', '.join(map(str, sorted(rows)))} rows cannot be cut into {count} microbatches alike: "
+            "set another plan.accumulation"
+        )
+    return [*zip(*(tensor.chunk(count) for tensor in tensors), strict=True)] if count > 1 else [tuple(tensors)]
 
 
 def _pins(piece: Chained, pins: Mapping[str, str], is_last: bool, inputs: int) -> dict[str, str]:

@@ -29,10 +29,10 @@ UPDATE_WORDS = 7
 
 
 class PlacedGradients(Gradients):
-    """Of a loss that is the mean over the batch already, the same on every rank."""
+    """Of a loss that is the mean over the batch already, or over each of equal microbatches, the same on every rank."""
 
-    def __init__(self, placed: PlacedModule | StagedCall) -> None:
-        self.placed, self.stepped = placed, trained(placed, placed.shards)
+    def __init__(self, placed: PlacedModule | StagedCall, microbatches: int = 1) -> None:
+        self.placed, self.stepped, self.microbatches = placed, trained(placed, placed.shards), microbatches
         self.loss = 0.0
 
     @property
@@ -40,9 +40,10 @@ class PlacedGradients(Gradients):
         return [mine.tensor.grad for mine in self.stepped.values() if mine.tensor.grad is not None]
 
     def backward(self, loss_sum: Tensor, count: Tensor | int, *, last: bool = True, scale: float = 1.0) -> None:
-        self.loss = float(loss_sum.detach())
-        if loss_sum.requires_grad:  # stages have made both passes
-            torch.autograd.backward(loss_sum)
+        mean = loss_sum / self.microbatches
+        self.loss += float(mean.detach())
+        if mean.requires_grad:  # else stages have made both passes
+            torch.autograd.backward(mean)
 
     def finish(self, max_norm: float | None = None, *, divide: bool = True) -> GradientStep:
         for mine in self.stepped.values():
@@ -54,6 +55,7 @@ class PlacedGradients(Gradients):
         return GradientStep(self.loss, 1, norm)
 
     def clear(self) -> None:
+        self.loss = 0.0
         for mine in self.stepped.values():
             mine.tensor.grad = None
 
@@ -74,9 +76,12 @@ class PlacedGradients(Gradients):
         yield from ((name, value) for name, value in self.placed.named_parameters() if name not in self.stepped)
 
 
-def lay_placed(placed: PlacedModule | StagedCall, plan: ParallelPlan, names: Iterable[str]) -> Laid:
-    """`names`: of all parameters, wherever they lie."""
-    return Laid(placed, placed.mesh, plan, placed.shards, Seams(placed.mesh.tp.comm), PlacedGradients(placed), names)
+def lay_placed(
+    placed: PlacedModule | StagedCall, plan: ParallelPlan, names: Iterable[str], microbatches: int = 1
+) -> Laid:
+    """`names`: of all parameters, wherever they lie. `microbatches`: that a step calls it with."""
+    gradients = PlacedGradients(placed, microbatches)
+    return Laid(placed, placed.mesh, plan, placed.shards, Seams(placed.mesh.tp.comm), gradients, names)
 
 
 @dataclass(frozen=True)
@@ -88,13 +93,14 @@ class ProgramFigures:
     limit_s: float
 
 
-def step_figures(placed: PlacedModule | StagedCall, cost: MeshCost) -> ProgramFigures:
-    """Of the programs that are run for the first kind of call, and AdamW's update."""
+def step_figures(placed: PlacedModule | StagedCall, cost: MeshCost, microbatches: int = 1) -> ProgramFigures:
+    """Of the programs that are run for the first kind of call, once for each microbatch, and AdamW's update."""
     if isinstance(placed, StagedCall):
         (seconds, sent), modules = placed.figures(cost), placed.placed
     else:
-        (seconds, sent), modules = cost.of_program(*next(iter(placed.programs.values())).programs), (placed,)
+        programs = next(iter(placed.programs.values())).programs
+        (seconds, sent), modules = (microbatches * each for each in cost.of_program(*programs)), (placed,)
     graphs = [next(iter(each.programs.values())).trace.graph for each in modules]
     updated = UPDATE_WORDS * sum(p.numel() * p.element_size() for p in placed.parameters() if p.requires_grad)
     seconds += cost.pass_s(MemoryPass("update", updated))
-    return ProgramFigures(seconds, sent, sum(map(cost.least_s, graphs)))
+    return ProgramFigures(seconds, sent, microbatches * sum(map(cost.least_s, graphs)))
