@@ -419,6 +419,18 @@ def test_projections_stay_apart_where_they_must() -> None:
     assert layer_groups(layer).heads_apart == "their matrices are of several kinds"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_a_model_of_which_some_matrices_are_compressed_is_computed(dtype: torch.dtype, activation: Any) -> None:
+    model = model_of(LLAMA.replace(activation=activation), dtype).eval().requires_grad_(False)
+    for name in ("attention.fc_q", "attention.fc_o", "mlp.fc_in"):
+        layer = model.get_submodule(f"layers.0.{name}")
+        put(model, f"layers.0.{name}", few_bits_of(layer))
+    tokens = torch.arange(9)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(prepare(model, Use())(tokens), model(tokens), rtol=1e-2, atol=1e-2)
+
+
 def few_bits_of(layer: Any) -> Any:
     scheme = parse_scheme("int8")
     return few_bits(layer, scheme, quantize(layer.weight, scheme))

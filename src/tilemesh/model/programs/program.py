@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tilemesh.core.cost import SHORT_DTYPES, Cost
+from tilemesh.core.cost import Cost
 from tilemesh.model.linear import Linear
 from tilemesh.model.programs.group import GroupProduct, LayerGroups
 from tilemesh.model.transformer import Layer, Mlp, Pass, Transformer
@@ -158,14 +158,12 @@ def products_cost(layers: Iterable[Linear], rows: int, itemsize: int) -> Cost:
         outputs, inputs = layer.out_features, layer.in_features
         read = layer.kind.nbytes(outputs, inputs, itemsize) + itemsize * rows * inputs
         flops, written = 2 * rows * outputs * inputs, itemsize * rows * outputs
-        total += Cost(flops, read, written, launches=1, dtype=_dtype(layer))
+        total += Cost(flops, read, written, launches=1, dtype=_DTYPES[itemsize])
     return total
 
 
-def _dtype(layer: Linear) -> str:
-    weight = layer._parameters.get("weight")
-    name = str(weight.dtype).removeprefix("torch.") if weight is not None else ""
-    return SHORT_DTYPES.get(name, "bf16")
+_DTYPES = {2: "bf16", 4: "fp32", 8: "fp64"}
+"""What products are computed in, by the model's itemsize, whatever their matrices are stored as: costs add up."""
 
 
 def pass_cost(values: int, itemsize: int, read: int = 1, written: int = 1, launches: int = 1) -> Cost:
