@@ -431,6 +431,19 @@ def test_a_model_of_which_some_matrices_are_compressed_is_computed(dtype: torch.
         torch.testing.assert_close(prepare(model, Use())(tokens), model(tokens), rtol=1e-2, atol=1e-2)
 
 
+def test_few_bits_with_a_bias_have_no_gate_inside_their_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, whose kernel for one token takes no bias."""
+    monkeypatch.setattr("tilemesh.model.programs.group.takes_one_token", lambda *given: True)
+    for biases in (False, True):
+        model = model_of(LLAMA.replace(biases=biases)).requires_grad_(False)
+        layer: Any = model.layers[0]
+        for name in ("fc_gate", "fc_in"):
+            put(layer.mlp, name, few_bits_of(getattr(layer.mlp, name)))
+        gated = layer_groups(layer).gated
+        assert gated is not None
+        assert gated.takes_row(layer.mlp_norm.weight) != biases
+
+
 def few_bits_of(layer: Any) -> Any:
     scheme = parse_scheme("int8")
     return few_bits(layer, scheme, quantize(layer.weight, scheme))

@@ -66,7 +66,8 @@ class GroupProduct:
         """Whether there is a kernel for one token of this dtype and width, with a norm before and a gate after it."""
         layer, kind = self.layer, self.layer.kind
         if isinstance(kind, FewBits):
-            return kind.inputs is None and takes_one_token(like, layer.codes, layer.scales, kind.scheme.format)
+            is_plain = kind.inputs is None and layer.bias is None  # of which its kernel knows nothing
+            return is_plain and takes_one_token(like, layer.codes, layer.scales, kind.scheme.format)
         return isinstance(kind, DenseMatrix) and kind.one_row
 
     def takes_norm(self, norm: ResidualNorm) -> bool:
