@@ -6,14 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from tilemesh.comm.connection import connect
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.dropout import DropoutPlace
-from tilemesh.model.kernels import OURS, PLAIN, STANDARD, ModelKernels
+from tilemesh.model.kernels import OURS, PLAIN, STANDARD, TORCH, ModelKernels
 from tilemesh.model.loss import IGNORED
+from tilemesh.model.norm import ResidualNorm
+from tilemesh.model.row_blocks import BLOCKS
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.apply import lay
 from tilemesh.parallel.laid import Laid
@@ -135,3 +138,20 @@ def test_who_decides() -> None:
     assert (PLAIN.words(), OURS.words()) == ("torch", "tilemesh")
     words = "projections tilemesh, attention torch, embedding torch, norms torch, loss torch, mlp torch"
     assert chosen("auto", "cuda").words() == words
+
+
+@pytest.mark.parametrize("implementation", [TORCH, BLOCKS, "interpret"])
+def test_a_norm_whose_width_ranks_share_asks_them_whatever_computes_it(implementation: str) -> None:
+    """As queries and keys that are normalized over all heads, in an invariant pass on a GPU."""
+    x = torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    norm = ResidualNorm(8, "rmsnorm", 1e-6, TORCH, torch.float64)
+    norm.weight = nn.Parameter(torch.ones(8, dtype=torch.float64))
+    theirs = x[..., 8:].square().sum(-1).flatten()
+
+    def added(own: Tensor) -> Tensor:
+        """15 tokens; in blocks padded to 32."""
+        return own + functional.pad(theirs, (0, own.numel() - len(theirs))).view(own.shape)
+
+    norm.spread(added, ranks=2)
+    norm.compute_by(implementation)
+    torch.testing.assert_close(norm(x[..., :8])[0], functional.rms_norm(x, (16,), eps=1e-6)[..., :8])

@@ -49,11 +49,10 @@ class ResidualNorm(nn.Module):
         self.bias = nn.Parameter(torch.empty(width, device="meta", dtype=dtype)) if kind == "layernorm" else None
 
     def forward(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        if self.implementation in (TORCH, BLOCKS):
+        if self.implementation in (TORCH, BLOCKS) or self.added is not None:
             total = x if branch is None else x + branch
-            return self._by_torch(total) if self.implementation == TORCH else in_row_blocks(
-                self._by_torch, total
-            ), total
+            is_whole = self.implementation == TORCH
+            return self._by_torch(total) if is_whole else in_row_blocks(self._by_torch, total), total
         options = {"eps": self.epsilon, "implementation": self.implementation}
         vectors = (self._scale(x),) if self.bias is None else (self._scale(x), self.bias)
         if branch is None:
