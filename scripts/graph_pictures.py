@@ -12,11 +12,11 @@ from tilemesh.graph.draw import drawing
 from tilemesh.graph.folding import prune
 from tilemesh.graph.ir import Graph, Node
 from tilemesh.graph.joining import joined_products
-from tilemesh.graph.partial import correct, mutants
 from tilemesh.graph.regions import fused
 from tilemesh.graph.rules import ALGEBRA, INFERENCE, simplify
-from tilemesh.graph.search import as_rules, greedy, read_substitutions, search
 from tilemesh.graph.templates import with_products
+from tilemesh.guide.dataflow.partial import correct, mutants
+from tilemesh.guide.dataflow.search import as_rules, greedy, read_substitutions, search
 
 
 def regression() -> list[tuple[str, Graph]]:

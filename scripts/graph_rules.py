@@ -1,6 +1,6 @@
-"""Finds and proves equal programs of matrices: the rules of src/tilemesh/graph/substitutions.txt.
+"""Finds and proves equal programs of matrices: the rules of guide/dataflow/substitutions.txt.
 
-    python scripts/graph_rules.py > src/tilemesh/graph/substitutions.txt      # needs z3: pip install 'tilemesh[graph]'
+    python scripts/graph_rules.py > src/tilemesh/guide/dataflow/substitutions.txt    # needs z3: 'tilemesh[graph]'
 
 Small programs are enumerated and evaluated on random matrices modulo two primes; two different polynomials of degree d
 agree there with a probability of at most d / prime for each, so a wrong pair is all but impossible. Only terms whose
@@ -10,8 +10,8 @@ operands never appears.
 
 Every pair is then proved from the properties of the operators by z3. Matrices are an uninterpreted sort and operators
 uninterpreted functions; the axioms hold for all matrices. A substitution is proved when its negation contradicts them;
-the axioms that the contradiction needs are its proof, which `tilemesh.graph.follows` checks without z3 when the file
-is read. What z3 does not decide in time is not proved.
+the axioms that the contradiction needs are its proof, which `guide/dataflow/follows.py` checks without z3 when the
+file is read. What z3 does not decide in time is not proved.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tilemesh.core.errors import RunError
-from tilemesh.graph.substitute import (
+from tilemesh.guide.dataflow.substitute import (
     AXIOMS,
     NAMES,
     OPERANDS,

@@ -85,7 +85,7 @@ MOST_LINES = {
     "data": 2_670,
     "kernels": 21_844,
     "comm": 11_361,
-    "graph": 9_657,
+    "graph": 8_813,
     "model": 11_142,
     "plan": 9_042,
     "parallel": 10_551,
@@ -97,7 +97,7 @@ MOST_LINES = {
     "report": 6_362,
     "bench": 9_280,
     "cli": 6_905,
-    "guide": 17_271,
+    "guide": 18_082,
 }
 SOURCE_SUFFIXES = (".py", ".c", ".cpp", ".h", ".cu", ".cuh", ".js", ".css")
 THIRD_PARTY_FREE = ("core", "comm.schedules", "model.work", "plan")

@@ -12,11 +12,7 @@ import torch
 
 from tilemesh.bench.graph.blocks import BLOCKS, make_pass
 from tilemesh.cli.main import main
-from tilemesh.core.hardware import DEVICES
 from tilemesh.graph.backend import Backend
-from tilemesh.graph.cost import graph_seconds
-from tilemesh.graph.ir import Graph
-from tilemesh.graph.search import as_rules, greedy, read_substitutions
 
 MODEL = """
 import torch
@@ -90,7 +86,12 @@ def test_each_of_the_twelve_models_is_what_eager_computes(name: str, step: bool)
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(["gtp2"], "gpt2"), ([], "give some of"), (["gpt2", "--size", "huge"], "size"), (["--study", "serach"], "search")],
+    [
+        (["gtp2"], "gpt2"),
+        ([], "give some of"),
+        (["gpt2", "--size", "huge"], "size"),
+        (["--study", "symbolc"], "study"),
+    ],
 )
 def test_what_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "graph", *words]) == 2
@@ -119,24 +120,3 @@ def test_a_break_is_listed_with_its_line(file: Path, capsys: pytest.CaptureFixtu
     first, *listed = capsys.readouterr().out.splitlines()
     assert first.startswith("1 pieces, 1 breaks")
     assert len([line for line in listed if line[0].isdigit()]) == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "stuck"), [("factor", True), ("convolutions", True), ("chain", False), ("branches", False)]
-)
-def test_the_search_finds_what_greedy_does_not(name: str, stuck: bool) -> None:
-    from tilemesh.bench.graph.studies import SEARCHED
-    from tilemesh.graph.search import search
-
-    graph, rules = SEARCHED[name](), as_rules(read_substitutions())
-
-    def cost(each: Graph) -> float:
-        return graph_seconds(each, DEVICES["h100"])
-
-    def heavy(each: Graph) -> int:
-        return sum(node.op in ("dot", "conv") for node in each.nodes())
-
-    first, found = greedy(graph, rules, cost), search(graph, rules, cost)
-    assert found.cost < cost(graph)
-    assert (found.cost < 0.9 * first.cost) == stuck
-    assert heavy(found.graph) <= heavy(graph)

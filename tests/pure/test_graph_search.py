@@ -24,7 +24,7 @@ from tilemesh.graph.cost import graph_seconds
 from tilemesh.graph.evaluate import run_numpy
 from tilemesh.graph.ir import Graph, Node, make
 from tilemesh.graph.rewrite import by_operator
-from tilemesh.graph.search import (
+from tilemesh.guide.dataflow.search import (
     _neighbours,
     as_rules,
     greedy,
@@ -32,7 +32,7 @@ from tilemesh.graph.search import (
     read_substitutions,
     search,
 )
-from tilemesh.graph.substitute import (
+from tilemesh.guide.dataflow.substitute import (
     AXIOMS,
     Substitution,
     draw_matrix,
@@ -98,7 +98,7 @@ def test_the_committed_file_is_what_is_generated() -> None:
     committed = read_substitutions()
     assert [str(each) for each in committed] == [*AXIOMS, *map(str, made)]
     proofs = [(substitution, used) for substitution, used in read_proofs() if used]
-    assert RULES.write_substitutions(proofs) == (files("tilemesh.graph") / "substitutions.txt").read_text()
+    assert RULES.write_substitutions(proofs) == (files("tilemesh.guide.dataflow") / "substitutions.txt").read_text()
     assert all(refuted(each) is None for each in committed)
 
 

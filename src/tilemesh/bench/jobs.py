@@ -224,7 +224,7 @@ _CPU_JOBS = (
         f"bench train --mesh {mesh} --set {sets} --peers eager --malloc kept,mapped,one-arena --blocks 3"
         for mesh, sets in (LAYOUTS[name] for name in ("dp2", "tp4", "one"))
     )),
-    _cpu("studies", 120, "bench graph --study search,partial,symbolic,host,trees --seconds 2"),
+    _cpu("studies", 120, "bench graph --study symbolic,host,trees --seconds 2"),
     _cpu("blocks", 900, "bench graph --study blocks --seconds 4", cores=2),
     _cpu("methods", 90, "bench methods --html {out}/page.html"),
     _cpu("gate", 300, *(f"verify --ranks 8 --transport {by}" for by in ("mpi", "torch")), needs=("8 cores",)),

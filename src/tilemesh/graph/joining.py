@@ -1,11 +1,11 @@
 """Products of one matrix with several others as one product, and convolutions of one picture as one. Plain Python.
 
-x·a, x·b and x·c become slices of x·[a b c] (axioms 18 and 27 of `substitutions.txt`, and a slice of a concatenation at
-an operand's place is that operand). That reads x once and launches one product, and writes and reads the weights once
-more, to put them side by side; where several groups have the same weights, as the steps of a recurrent network, once
-for all of them. It is done where fewer bytes move, or where a product is too small to fill a GPU: there each takes as
-long as `LAUNCH` bytes. A rule of `rewrite.py` changes one node; this changes several that share an operand, so it is a
-pass.
+x·a, x·b and x·c become slices of x·[a b c] (axioms 18 and 27 of `guide/dataflow/substitutions.txt`, and a slice of a
+concatenation at an operand's place is that operand). That reads x once and launches one product, and writes and reads
+the weights once more, to put them side by side; where several groups have the same weights, as the steps of a recurrent
+network, once for all of them. It is done where fewer bytes move, or where a product is too small to fill a GPU: there
+each takes as long as `LAUNCH` bytes. A rule of `rewrite.py` changes one node; this changes several that share an
+operand, so it is a pass.
 """
 
 from __future__ import annotations

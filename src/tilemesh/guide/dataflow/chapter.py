@@ -17,10 +17,10 @@ from tilemesh.graph import Graph, build, derive, run_numpy, trace
 from tilemesh.graph.cost import graph_seconds
 from tilemesh.graph.emit import program
 from tilemesh.graph.rules import simplify
-from tilemesh.graph.search import as_rules, read_proofs, read_substitutions, search
-from tilemesh.graph.substitute import parse, refuted
 from tilemesh.guide import on_gpu
 from tilemesh.guide.dataflow import work
+from tilemesh.guide.dataflow.search import as_rules, read_proofs, read_substitutions, search
+from tilemesh.guide.dataflow.substitute import parse, refuted
 from tilemesh.guide.lesson import Lesson
 from tilemesh.kernels.tuning.search import prune
 from tilemesh.kernels.tuning.search import search as tune

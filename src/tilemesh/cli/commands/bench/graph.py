@@ -21,7 +21,7 @@ class GraphBenchOptions:
         (), "gpt2, llama, bert, t5, resnet, lstm, …; `all` for all.", "[MODEL]..."
     )
     study: Annotated[Words, Known("study", "tilemesh.bench.graph.studies:STUDIES")] = option(
-        (), "Instead: search, partial, symbolic, host, trees, blocks.", "A,B"
+        (), "Instead: symbolic, host, trees, blocks.", "A,B"
     )
     size: Annotated[str, Known("size", "tilemesh.bench.graph.models:SIZES")] = option(
         "small", "tiny, small, gpt2 (12 layers of 768), gpt2-blocks, llama-blocks or pictures."

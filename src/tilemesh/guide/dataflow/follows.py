@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
-from tilemesh.graph.substitute import Substitution, Term
+from tilemesh.guide.dataflow.substitute import Substitution, Term
 
 ROUNDS = 6  # the committed proofs need at most 4
 MOST_NODES = 20_000  # beyond, a proof of at most 64 words a side is not found

@@ -6,7 +6,7 @@ falls into *regions* in which every position has the same form (windows meet the
 its map and in its weights, so two programs that agree on a few positions of a region agree on all of it: one position
 and its neighbour along each dim. Each is compared on random numbers modulo a prime; a wrong region passes t tests with
 a probability of at most (2 / prime)^t: a map's number times a weight is of degree 2. The wrong regions are computed as
-in the original, all of them by one kernel, and the mutant is taken only if it is faster with these corrections.
+in the original, all of them by one kernel; a mutant is worth it where it is faster with these corrections.
 
 Convolutions are joined wherever they stand. What they read may be anything: it is the same in both programs, so it is
 random numbers here, and what is behind them reads corrected results.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from itertools import product as combinations
@@ -29,7 +29,6 @@ from tilemesh.graph.size import Shape, known, numbers
 PRIME = 536_870_909
 TESTS = 2
 DEGREE = 2  # of a convolution's result in the numbers of its map and its weights
-ROUNDS = 32  # joins of one program
 
 Strip = tuple[int, int, int]  # dim, start, stop
 Place = tuple[int, ...]
@@ -47,38 +46,6 @@ class Mutant:
     regions: int
     positions: int
     error: float  # the largest probability that a region that differs was taken for equal
-
-
-@dataclass(frozen=True)
-class PartialResult:
-    """The program to use, its cost and that of the original, the mutants behind it (none: the original), one after the
-    other, and all that were tried."""
-
-    graph: Graph
-    cost: float
-    original: float
-    mutants: tuple[Mutant, ...]
-    tried: tuple[tuple[str, float], ...]
-
-
-def improve(graph: Graph, cost: Callable[[Graph], float]) -> PartialResult:
-    """The cheapest that joining convolutions leads to, corrections included; the original where nothing is cheaper."""
-    original = least = cost(graph)
-    chosen: list[Mutant] = []
-    tried: list[tuple[str, float]] = []
-    for _ in range(ROUNDS):
-        best: tuple[float, Mutant, Graph] | None = None
-        for mutant in mutants(graph):
-            corrected = correct(graph, mutant)
-            price = cost(corrected)
-            tried.append((mutant.name, price))
-            if price < (least if best is None else best[0]):
-                best = price, mutant, corrected
-        if best is None:
-            break
-        least, graph = best[0], best[2]
-        chosen.append(best[1])
-    return PartialResult(graph, least, original, tuple(chosen), tuple(tried))
 
 
 def mutants(graph: Graph) -> Iterator[Mutant]:

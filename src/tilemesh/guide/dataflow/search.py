@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from importlib.resources import files
 
 from tilemesh.core.errors import UsageError
-from tilemesh.graph.follows import follows
 from tilemesh.graph.ir import Graph
 from tilemesh.graph.rewrite import Match, RewriteRule, by_operator, rule
-from tilemesh.graph.substitute import AXIOMS, Substitution, Term, names_of, parse, refuted, renamed
+from tilemesh.guide.dataflow.follows import follows
+from tilemesh.guide.dataflow.substitute import AXIOMS, Substitution, Term, names_of, parse, refuted, renamed
 
 FILE = "substitutions.txt"
 
@@ -45,7 +45,7 @@ def read_proofs(text: str | None = None) -> list[tuple[Substitution, tuple[int, 
     with its number: an axiom must be that one of `AXIOMS`, a proof names axioms that stand above it, and what is called
     proved is evaluated on all small shapes and follows from its axioms (0.4 s for the committed file, once).
     """
-    given = (files("tilemesh.graph") / FILE).read_text() if text is None else text
+    given = (files("tilemesh.guide.dataflow") / FILE).read_text() if text is None else text
     return list(_checked(given))
 
 
