@@ -32,7 +32,7 @@ from tilemesh.kernels.launch.steps import FitError
 from tilemesh.kernels.matmul import choose, op, trial
 from tilemesh.kernels.matmul.arguments import problem_of
 from tilemesh.kernels.matmul.config import TILE_KINDS, Config, default, from_dict, space
-from tilemesh.kernels.matmul.cost import predict_s, rates_of
+from tilemesh.kernels.matmul.cost import FORM, predict_s, rates_of
 from tilemesh.kernels.matmul.plan import tiles_plan
 from tilemesh.kernels.matmul.problem import Matrix, dense
 from tilemesh.kernels.matmul.select import TABLES
@@ -151,12 +151,13 @@ def test_names_mean_configurations_on_a_pretended_h200(monkeypatch, tmp_path):
         assert choose.choose(PROBLEM, "auto", None, device) == Config("pointer", 128, 64, 64)
 
 
-def test_a_linear_layers_problem_is_what_the_command_line_tunes():
-    layer = FusedLinear(24, 40, dtype=torch.float16)
-    x = torch.empty(16, 24, dtype=torch.float16)
-    d = torch.empty(16, 40, dtype=torch.float16)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_linear_layers_problem_is_what_the_command_line_tunes_and_measures(dtype):
+    kind = getattr(torch, dtype)
+    layer, x, d = FusedLinear(24, 40, dtype=kind), torch.empty(16, 24, dtype=kind), torch.empty(16, 40, dtype=kind)
     met = problem_of(x, layer.weight.detach().t(), layer.bias.detach(), d, activation="relu")
-    assert met.key == dense(16, 40, 24, c_kind="row", layout="nt").key
+    problem = FORM.problem("16x40x24", {"dtype": dtype, "c": "row", "layout": "nt"})
+    assert (met.key, met.precision) == (problem.key, problem.precision)
 
 
 def test_a_gpu_without_figures_gets_the_library(monkeypatch, tmp_path):

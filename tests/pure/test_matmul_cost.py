@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tilemesh.core.hardware import DEVICES
@@ -27,7 +29,9 @@ def test_c_is_read_as_often_as_it_is_large(c_kind, elements):
 
 def test_keeping_the_sum_writes_twice_and_tf32_is_its_own_peak():
     assert cost(dense(4, 4, 4, keep=True)).bytes_written == 2 * cost(dense(4, 4, 4)).bytes_written
-    assert cost(dense(4, 4, 4, dtype="float32")).dtype == "tf32"
+    single = dense(4, 4, 4, dtype="float32")
+    assert cost(replace(single, precision="tf32")).dtype == "tf32"
+    assert cost(single).dtype == "fp32", "what torch does unless it is told otherwise"
 
 
 @pytest.mark.parametrize("shape", [(512, 512, 512), (4096, 4096, 4096), (64, 4096, 4096), (2049, 2047, 2051)])

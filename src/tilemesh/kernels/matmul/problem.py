@@ -168,9 +168,11 @@ def dense(
 ) -> Problem:
     """The problem of contiguous matrices: what benchmarks, the tuner and predictions speak of.
 
-    layout: of A, then of B, n as written and t transposed; `nt` is a linear layer's, whose weight is (N, K).
+    layout: of A, then of B, n as written and t transposed; `nt` is a linear layer's, whose weight is (N, K). A float32
+    product is in the precision that torch has where nobody set it.
     """
     c = {"full": contiguous(m, n), "row": Matrix(1, n, 0, 1), "column": Matrix(m, 1, 1, 0), "none": None}[c_kind]
     a = contiguous(m, k) if layout[0] == "n" else Matrix(m, k, 1, max(m, 1))
     b = contiguous(k, n) if layout[1] == "n" else Matrix(k, n, 1, max(k, 1))
-    return Problem(a, b, c, contiguous(m, n), c_kind, dtype, activation, keep=keep)
+    precision = "ieee" if dtype == "float32" else "tf32"
+    return Problem(a, b, c, contiguous(m, n), c_kind, dtype, activation, precision, keep)
