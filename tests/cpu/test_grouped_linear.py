@@ -126,6 +126,8 @@ def test_loads_are_all_rows_and_costs_follow_them() -> None:
     assert loads_of(16, 8, "skewed") == [8, 4, 2, 1, 1, 0, 0, 0]
     both, forward = (cost(100, 16, 24, 4, passes=passes) for passes in ("both", "forward"))
     assert both.flops == 3 * forward.flops == 3 * 2 * 100 * 16 * 24
+    few = cost(100, 16, 24, 4, used=1, passes="both")  # nobody reads a matrix without rows; all have a gradient
+    assert (both.bytes_read - few.bytes_read, few.bytes_written) == (2 * 3 * 2 * 16 * 24, both.bytes_written)
     problem = SizedProblem((64, 8, 16, 4), "bfloat16", {"load": "skewed", "passes": "forward"})
     x, weight, ends = arguments(problem, torch.device("cpu"), 0)
     assert (x.shape, weight.shape, ends.tolist()) == ((64, 16), (4, 8, 16), [32, 48, 56, 64])

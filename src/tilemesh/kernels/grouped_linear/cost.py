@@ -32,13 +32,13 @@ def cost(
 ) -> Cost:
     """Of so many rows in all; `used`: groups that have any, where that is not each. Backward is two such products."""
     short, size = short_dtype(dtype)
-    read = size * (rows * inputs + (used or groups) * outputs * inputs)
-    forward = Cost(2 * rows * outputs * inputs, read, size * rows * outputs, launches=1, dtype=short)
+    row, each = size * rows, size * outputs * inputs
+    weights = (used or groups) * each
+    forward = Cost(2 * rows * outputs * inputs, row * inputs + weights, row * outputs, launches=1, dtype=short)
     if passes == "forward":
         return forward
-    weights = size * groups * outputs * inputs
-    of_rows = Cost(forward.flops, size * rows * outputs + weights, size * rows * inputs, launches=1, dtype=short)
-    of_weights = Cost(forward.flops, size * rows * (outputs + inputs), weights, launches=1, dtype=short)
+    of_rows = Cost(forward.flops, row * outputs + weights, row * inputs, launches=1, dtype=short)
+    of_weights = Cost(forward.flops, row * (outputs + inputs), groups * each, launches=1, dtype=short)
     return forward + of_rows + of_weights
 
 
