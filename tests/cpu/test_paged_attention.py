@@ -17,7 +17,7 @@ from tilemesh.kernels.launch.call import Place
 from tilemesh.kernels.launch.program import Operand, compile_step
 from tilemesh.kernels.paged_attention import cpu, kernel, store
 from tilemesh.kernels.paged_attention.codes import CODES, put_pages, take_pages
-from tilemesh.kernels.paged_attention.reference import error_bound, exact, paged_attention
+from tilemesh.kernels.paged_attention.reference import BENCH, error_bound, exact, paged_attention
 from tilemesh.kernels.paged_attention.store import store_pages
 
 PAGE = 8
@@ -293,3 +293,9 @@ def test_what_cannot_be_is_refused() -> None:
         paged_attention(q, keys, values, tables, tiles, tile=65)
     with pytest.raises(UsageError, match="expected \\(S, T, \\(H \\+ 2K\\) E\\)"):
         store_pages(q.flatten(1)[None], None, torch.zeros(1, dtype=torch.int64), keys, values, heads=4)
+
+
+def test_a_benchmark_has_room_for_the_parts_of_any_sequence() -> None:
+    for keys in (1000, 20_000):
+        problem = BENCH.form.problem(f"1x{keys}x1x1x16", {})
+        assert BENCH._options(problem)["longest"] == keys
