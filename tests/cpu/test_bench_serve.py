@@ -353,6 +353,25 @@ def test_the_energy_of_processes_on_gpus_is_not_that_of_the_cpu(
         assert ("not added up" in row.missing.get("measured", "")) == on_gpus
 
 
+def test_the_requests_of_a_trace_have_pages_and_are_what_rows_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages, online = list[int](), ServeBench.online
+
+    def noted(self: ServeBench, *arguments: Any) -> None:
+        pages.append(self.engine.limits.pages)
+        online(self, *arguments)
+
+    monkeypatch.setattr(ServeBench, "online", noted)
+    trace, rows = tmp_path / "trace.jsonl", tmp_path / "rows.jsonl"
+    trace.write_text('{"at": 0, "prompt": 90, "output": 3}\n{"at": 0, "prompt": 5, "output": 2}\n')
+    words = ["bench", "serve", "tiny", "--trace", str(trace), "--blocks", "0", "--running", "2", "--prompt", "16"]
+    assert main([*words, "--output", "4", "--predict", "machine", "--json", str(rows)]) == 0
+    assert pages[0] >= 2 * -(-93 // 16)
+    cases = [json.loads(line)["case"] for line in rows.read_text().splitlines()]
+    assert {(case["prompt"], case["output"], case["requests"]) for case in cases} == {("5-90", "2-3", 2)}
+
+
 def test_a_decode_step_is_one_of_all_its_sequences(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

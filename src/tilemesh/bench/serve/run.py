@@ -237,8 +237,8 @@ class ServeBench:
 
     # ---- online ------------------------------------------------------------------------------------------------
 
-    def online(self, load: Sequence[LoadRequest], rate: float) -> None:
-        """Requests at their times."""
+    def online(self, load: Sequence[LoadRequest], rate: float, more: Mapping[str, CaseValue] | None = None) -> None:
+        """Requests at their times. `more`: what the load's rows say of it."""
         if self.findings.rows and self.left_s < 0:
             self.say(f"{rate:g} requests/s: no time left (--seconds)")
             return
@@ -259,7 +259,7 @@ class ServeBench:
         )  # fmt: skip
         limits = {"ttft_p50": least[0], "itl_p50": least[1], "itl_p99": least[1], "goodput": 1.0}
         predicted = {} if guess is None else guess.to_dict()
-        case = {"rate": rate, "requests": len(load)}
+        case = {"rate": rate, "requests": len(load), **(more or {})}
         for name, unit, key, sample in _load_samples(records, measured):
             peers = {"peers": "give --url a peer's server"}
             self._row(f"serve, {name}", case, unit, predicted.get(key), limits.get(key), sample, {}, peers)

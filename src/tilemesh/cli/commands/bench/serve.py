@@ -100,14 +100,15 @@ def serve(options: ServeBenchOptions) -> Output:
     served = _served(options)
     config = served.model.config
     check_bench_planned(options, config)
-    longest = max(prompt.most + output.most, options.step_length + 64 if options.steps else 0)
+    loads = _loads(options, options.rates, config.vocabulary)
+    traced = max((len(request.prompt) + request.output for _, load in loads for request in load), default=0)
+    longest = max(prompt.most + output.most, options.step_length + 64 if options.steps else 0, traced)
     if longest > config.context + 1:
         raise UsageError(
             f"a request may have {longest} tokens and the context of {options.model} is {config.context}: give "
-            "--prompt, --output or --step-length fewer"
+            "--prompt, --output, --step-length or the requests of --trace fewer"
         )
 
-    loads = _loads(options, options.rates, config.vocabulary)
     clock, why = machine_clock(config, options.dtype, options.device, sizes["tp"], sizes["dp"], sizes["ep"])
     case: dict[str, CaseValue] = {"model": options.model, "dtype": options.dtype, "prompt": str(prompt)}
     case |= {"output": str(output), "running": options.running, "prediction": options.predict}
@@ -142,7 +143,7 @@ def serve(options: ServeBenchOptions) -> Output:
             loads = [*_loads(options, [share * per_s for share in options.loads], config.vocabulary), *loads]
         for rate, load in loads:
             span = load[-1].at_s - load[0].at_s
-            bench.online(load, rate or len(load) / (span or 1.0))
+            bench.online(load, rate or len(load) / (span or 1.0), _lengths(load) if rate is None else {})
     if options.features:
         make = partial(Engine, device=options.device, dtype=options.dtype)
         for rows in feature_rows(FeatureBench(served, options.device, case, make), options.features):
@@ -171,9 +172,17 @@ def _load_server(options: ServeBenchOptions, url: str) -> Output:
     goal, _, _ = _promised(options)
     rows = []
     for rate, load in _loads(options, (*((None,) if options.blocks else ()), *options.rates), URL_VOCABULARY):
-        case: dict[str, CaseValue] = {"requests": len(load), "prompt": options.prompt, "output": options.output}
+        case: dict[str, CaseValue] = {"requests": len(load), **_lengths(load)}
         rows += server_rows(load_url(url, load), goal, {**case, "rate": rate})
     return Output([rows], rows)
+
+
+def _lengths(load: Sequence[LoadRequest]) -> dict[str, CaseValue]:
+    """From the shortest to the longest prompt and answer: what a trace has, the options do not say."""
+    from tilemesh.bench.serve.load import Lengths
+
+    prompts, outputs = [len(request.prompt) for request in load], [request.output for request in load]
+    return {"prompt": str(Lengths(min(prompts), max(prompts))), "output": str(Lengths(min(outputs), max(outputs)))}
 
 
 def _loads(
