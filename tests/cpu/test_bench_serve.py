@@ -215,6 +215,8 @@ def test_continuous_batching_on_a_cpu_gets_a_cache_that_fits(
     if most is not None:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         assert options["continuous_batching_config"]["max_memory_percent"] * total <= most
+    with pytest.raises(RunError, match="these have 2-64: give --output one number"):  # it would compute 64 for each
+        peer.generate([{"prompt": [1], "output": 2}, {"prompt": [1], "output": 64}])
 
 
 @pytest.mark.slow

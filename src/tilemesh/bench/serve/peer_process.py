@@ -34,6 +34,15 @@ def _most(load: Sequence[AskedRequest]) -> int:
     return max(int(request["output"]) for request in load)
 
 
+def _alike(load: Sequence[AskedRequest]) -> int:
+    """The tokens of every answer, for a call that takes one number for all: others would compute more than was asked,
+    and be counted as slower."""
+    most, least = _most(load), min(int(request["output"]) for request in load)
+    if least < most:
+        raise RunError(f"a call gives all answers one length, and these have {least}-{most}: give --output one number")
+    return most
+
+
 class TransformersStatic:
     """`generate` over a padded batch of all requests; those that want less wait for the longest."""
 
@@ -83,7 +92,7 @@ class TransformersContinuous:
         return {"continuous_batching_config": config(max_memory_percent=min(0.6, _CACHE_BYTES / total))}
 
     def generate(self, load: Sequence[AskedRequest]) -> None:
-        most = _most(load)
+        most = _alike(load)
         config = self.transformers.GenerationConfig(
             max_new_tokens=most, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cuda_graph=False
         )
@@ -201,7 +210,7 @@ class CTranslate2:
         )
 
     def generate(self, load: Sequence[AskedRequest]) -> None:
-        most = _most(load)
+        most = _alike(load)
         answers = self.generator.generate_batch(
             [[f"t{token}" for token in request['prompt']] for request in load], min_length=most, max_length=most,
             include_prompt_in_result=False, end_token="t1", sampling_topk=1, max_batch_size=0,
