@@ -96,7 +96,7 @@ MOST_LINES = {
     "align": 4_319,
     "report": 6_362,
     "bench": 9_280,
-    "cli": 6_905,
+    "cli": 6_912,
     "guide": 18_082,
 }
 SOURCE_SUFFIXES = (".py", ".c", ".cpp", ".h", ".cu", ".cuh", ".js", ".css")

@@ -230,6 +230,21 @@ def test_a_peer_with_padded_tables_trains_the_same(tied: bool) -> None:
     assert table[257:].count_nonzero() == 0
 
 
+def test_what_is_next_is_what_was_typed_beside_the_better_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compared = TrainComparison(Sample.of([0.25]), {}, {"PyTorch eager": "none"}, {OURS: 10})
+    monkeypatch.setattr("tilemesh.bench.train.compare.compare", lambda *_, **__: compared)
+
+    def best(config: TrainConfig, gpus: object) -> tuple[ParallelPlan, float, float]:
+        return config.changed(plan={"zero": 1}).plan, 1.0, 2.0
+
+    monkeypatch.setattr("tilemesh.train.predict.best_layout", best)
+    words = ["bench", "train", "tiny", "--mesh", "dp=2", "--set", "train.batch=8", "--peers", "eager"]
+    assert main(words) == 0
+    assert f"{' '.join(words)} --also plan.zero=1\n" in capsys.readouterr().out
+
+
 def test_a_saved_plan_is_what_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One plan file for `train` and for its bench; what is said with --set goes over it."""
     seen: list[TrainConfig] = []

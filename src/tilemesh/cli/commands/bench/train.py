@@ -45,7 +45,6 @@ def train(options: TrainBenchOptions) -> Output:
     from tilemesh.bench.train.rows import train_rows
     from tilemesh.launch.start import choose_transport
     from tilemesh.measure.machine import usable_gpus
-    from tilemesh.train.config import DEFAULT_PRESET
     from tilemesh.train.load import load
     from tilemesh.train.predict import predict_run
 
@@ -74,10 +73,9 @@ def train(options: TrainBenchOptions) -> Output:
         say=console.print,
     )
     rows = train_rows(config, compared, predicted, gpus, also)
-    command = "train " + (options.config or DEFAULT_PRESET)
     after = after_layout(
         config,
-        lambda changes: f"bench {command} --also {shlex.quote(','.join(changes))}",
+        lambda changes: f"{again('').words} --also {shlex.quote(','.join(changes))}",
         again("--profile profile").words,
     )
     return Output([rows], rows, next=after)
