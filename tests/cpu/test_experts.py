@@ -24,7 +24,7 @@ from tilemesh.model.adapter import LoraConfig, adapted_modules, adapter_paramete
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.experts import Experts, Router, Routing
 from tilemesh.model.linear import CodedLinear
-from tilemesh.model.loss import loss
+from tilemesh.model.loss import IGNORED, loss
 from tilemesh.model.transformer import Transformer
 from tilemesh.model.work.decoding import SequencePart, least_cost, serving_task
 from tilemesh.model.work.operations import forward_flops, layer_products, published_flops
@@ -145,6 +145,23 @@ def test_a_step_moves_a_bias_by_the_load_of_the_whole_batch() -> None:
                     assert torch.equal(bias.double(), 0.25 * sign)
                 assert set(bias.abs().tolist()) <= {0.0, 0.25}
     assert not any(bias.any() for bias in run_threads(1, lambda comm: stepped(comm, "fp64", frozen=True))[0][1:])
+
+
+def test_padding_moves_no_bias() -> None:
+    config = CONFIG.replace(router_scores="sigmoid", router_bias=True)
+    text = torch.randint(40, (2, 13), generator=torch.Generator().manual_seed(5))
+
+    def gradients(tokens: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
+        model = Transformer(config, seed=1, dtype=torch.float64)
+        laid = lay(model, Mesh(connect("alone")), ParallelPlan(precision="fp64"))
+        laid.passes([StepPiece(tokens, targets, 0)])
+        laid.gradients.finish()
+        return [value.grad for name, value in laid.module.named_parameters() if name.endswith("router.bias")]
+
+    padded = torch.nn.functional.pad(text[:, :-1], (0, 4)), torch.nn.functional.pad(text[:, 1:], (0, 4), value=IGNORED)
+    for wanted, found in zip(gradients(text[:, :-1], text[:, 1:]), gradients(*padded), strict=True):
+        assert torch.equal(wanted, found)
+        assert wanted.any()
 
 
 def test_close_scores_are_told_apart_under_autocast() -> None:

@@ -127,9 +127,16 @@ class Router(nn.Module):
         self.over_sequences: Callable[[Tensor], Tensor] | None = None
         """Where ranks share sequences: adds what each has counted of its tokens."""
 
-    def forward(self, x_ND: Tensor, experts_NC: Tensor | None = None, repeats: bool = False) -> Routing:
+    def forward(
+        self,
+        x_ND: Tensor,
+        experts_NC: Tensor | None = None,
+        repeats: bool = False,
+        counted_N: Tensor | None = None,
+    ) -> Routing:
         """`experts_NC`: chosen before; None: to be chosen. `repeats`: the pass is made twice, the second time with the
-        experts of the first, and both must keep the same tensors: experts are chosen before they are weighed."""
+        experts of the first, and both must keep the same tensors: experts are chosen before they are weighed.
+        `counted_N`: the tokens whose picks move the bias; None: all, no padding among them."""
         options: dict[str, Any] = {"picked": self.config.experts_per_token}
         options["renormalized"] = self.config.router_renormalized
         scores_NX, config = in_row_blocks(self._scores, x_ND) if self.in_blocks else self._scores(x_ND), self.config
@@ -147,7 +154,11 @@ class Router(nn.Module):
             weights_NC = weights_NC * config.router_scale
         if self.bias is not None and self.training and torch.is_grad_enabled():
             function: Any = _Excess
-            weights_NC = function.apply(weights_NC, self.bias, counts_X, 1 / self.copies)
+            picks_X = counts_X
+            if counted_N is not None:
+                picks_N = counted_N.to(counts_X.dtype).repeat_interleave(config.experts_per_token)
+                picks_X = torch.zeros_like(counts_X).scatter_add(0, experts_NC.flatten().long(), picks_N)
+            weights_NC = function.apply(weights_NC, self.bias, picks_X, 1 / self.copies)
         return Routing(experts_NC, weights_NC, scores_NX, slots_NC, counts_X)
 
     @torch.no_grad()
@@ -273,10 +284,13 @@ class Experts(nn.Module):
     def forward(
         self, x_BTD: Tensor, counted_BT: Tensor | None = None, choices: Choices | None = None
     ) -> Tensor | RoutedOutput:
-        """With the router's losses where it is said which tokens' targets count. `choices`: as the module says."""
+        """With the router's losses where it has some and it is said which tokens' targets count. `choices`: as the
+        module says."""
         x_ND = x_BTD.flatten(0, -2)
         choice = None if choices is None else choices.get(self)
-        routing: Routing = self.router(x_ND, None if choice is None else choice.experts_NC, choices is not None)
+        before_NC = None if choice is None else choice.experts_NC
+        counted_N = None if counted_BT is None else counted_BT.flatten()
+        routing: Routing = self.router(x_ND, before_NC, choices is not None, counted_N)
         if choice is None:
             choice = self.take(routing, x_BTD.shape[:-1])
             if choices is not None:
@@ -289,7 +303,8 @@ class Experts(nn.Module):
         rows_ND = rows_ND[: len(rows_ND) - dropped] if dropped else rows_ND
         results_of = None if self.exchange is None else self.exchange(rows_ND, choice)
         # What does not wait for rows of other ranks is computed while they travel.
-        loss = None if counted_BT is None else self.router.loss(routing, counted_BT, choice)
+        has_loss = self.config.balance_loss or self.config.router_z_loss
+        loss = self.router.loss(routing, counted_BT, choice) if counted_BT is not None and has_loss else None
         shared_BTD = None if self.shared is None else self._shared(x_BTD)
         results = self.compute(rows_ND, choice.counts_X) if results_of is None else results_of(self.compute)
         results = functional.pad(results, (0, 0, 0, dropped)) if dropped else results

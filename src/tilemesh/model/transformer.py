@@ -60,7 +60,7 @@ class Pass:
     documents: DocumentPlaces | None
     """Where documents packed into the sequences begin, none of which sees another; None: sequences are whole."""
     counted_BT: Tensor | None
-    """Which tokens' targets count, for the losses of routers; None: there are no such losses."""
+    """Which tokens' targets count, for what trains routers; None: nothing does, or all count."""
     choices: Choices | None
     """Where layers are computed again: which experts were chosen the first time."""
 

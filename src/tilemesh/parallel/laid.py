@@ -287,7 +287,8 @@ class Laid:
                 tokens_BT = context.own(unmarked(tokens_BT) if marked else tokens_BT)
                 targets_BT = None if targets_BT is None else context.own(targets_BT)
             options: dict[str, Any] = {"dropout_seed": dropout_seed, "place": place, "marked": marked}
-            if targets_BT is not None and self.model.training and (config.balance_loss or config.router_z_loss):
+            is_balanced = config.balance_loss or config.router_z_loss or config.router_bias is True
+            if targets_BT is not None and self.model.training and is_balanced:
                 counted_BT = targets_BT != IGNORED
                 options["counted_BT"] = self.seams.own_tokens(counted_BT) if self.plan.routes_apart else counted_BT
             repeats = self.recompute_every > 0 or self.keeps_by_operator

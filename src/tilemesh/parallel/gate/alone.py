@@ -182,7 +182,7 @@ def _by_papers(config: ModelConfig, weights: Mapping[str, Tensor], step: int, de
     total.backward()  # type: ignore[no-untyped-call]
     for name in (name for name in sites if f"{name}.bias" in weights and "router" in name):
         bias_X = weights[f"{name}.bias"]
-        bias_X.grad = EXCESS_SIZE * papers.excess(config, sites[name].detach(), bias_X.detach())
+        bias_X.grad = EXCESS_SIZE * papers.excess(config, sites[name].detach(), bias_X.detach(), targets_BT != IGNORED)
     return total.item(), count
 
 
@@ -203,10 +203,14 @@ def papers_loss(
 def step_loss(model: Transformer, targets_BT: Tensor, run: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
     """The summed loss of the logits that `run` gives, with those of the routers that it passes, and how many count."""
     entered: list[tuple[Tensor, Router]] = []
+    routers, counted_BT = [module for module in model.modules() if isinstance(module, Router)], targets_BT != IGNORED
     hooks = [
-        module.register_forward_hook(lambda module, args, routing: entered.append((args[0], module)))
-        for name, module in model.named_modules()
-        if name.endswith(".router")
+        hook
+        for router in routers
+        for hook in (
+            router.register_forward_pre_hook(lambda module, args: (*args[:3], counted_BT.flatten())),
+            router.register_forward_hook(lambda module, args, routing: entered.append((args[0], module))),
+        )
     ]
     total, count = loss_sum(run(), targets_BT)
     for hook in hooks:

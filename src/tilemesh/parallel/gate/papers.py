@@ -59,9 +59,9 @@ def router_loss(
     return total
 
 
-def excess(config: ModelConfig, scores: Tensor, bias: Tensor) -> Tensor:
-    """By expert: how many tokens picked it, times the experts, less the picks of all."""
-    tally = _picked(config, _affinity(config, scores.flatten(0, 1)), bias).to(bias.dtype).sum(0)
+def excess(config: ModelConfig, scores: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
+    """By expert: how many tokens whose targets count picked it, times the experts, less the picks of all."""
+    tally = _picked(config, _affinity(config, scores[counts]), bias).to(bias.dtype).sum(0)
     return tally * config.experts - tally.sum()
 
 
