@@ -233,6 +233,11 @@ def test_an_adapter_is_in_all_replicas_or_in_none(folders: Path, monkeypatch: py
         with pytest.raises(RunError, match="is closed"):
             replicas.load_adapter("a0", folders / "a1")
         assert [engine.adapters["a0"].folder for engine in replicas.engines] == [str(folders / "a0")] * 2
+        first.drop_adapter("a0")
+        replicas.drop_adapter("a0")
+        assert not second.adapters
+        with pytest.raises(UsageError, match="unknown adapter 'a0'"):
+            replicas.drop_adapter("a0")
 
 
 def test_adapters_stay_through_sleep_and_new_weights(folders: Path) -> None:

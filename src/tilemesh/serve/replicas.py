@@ -182,7 +182,8 @@ class Replicas(PromptTaker):
             undo.pop_all()
 
     def drop_adapter(self, name: str) -> None:
-        for engine in self.engines:
+        """From all replicas that have it."""
+        for engine in [each for each in self.engines if name in each.adapters] or self.engines:
             engine.drop_adapter(name)
 
     def embed(self, prompt: Prompt, pooling: str = "mean", adapter: str | None = None) -> list[float]:
