@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ from tilemesh.align.job import fit
 from tilemesh.align.rank import train_here
 from tilemesh.align.record import note_begin, note_drawn, read_events
 from tilemesh.align.source import RolloutSource
-from tilemesh.align.stream import BATCH, WEIGHTS, AnswerStream, EngineEvent
+from tilemesh.align.stream import BATCH, HELD_OUT, WEIGHTS, AnswerStream, EngineEvent
 from tilemesh.cli.commands.plan.grade import grade_run
 from tilemesh.cli.main import main
 from tilemesh.comm import run_threads
@@ -530,6 +531,27 @@ def test_conversations_that_go_otherwise_than_recorded_are_not_waited_for(
     step.start()
     with pytest.raises(RunError, match=words):
         drawn()
+    stream.close()
+    step.join(10)
+
+
+def test_what_is_held_out_at_another_step_than_recorded_is_not_waited_for() -> None:
+    """The record went from weights of version 1 to those of version 3."""
+    engine, stream, _ = stepped()
+    stream.begin(0, [EngineEvent(0, WEIGHTS, 1), EngineEvent(0, BATCH, 0), EngineEvent(5, WEIGHTS, 3)])
+    stream.give(1, {}, 2)
+    engine.step(0, False)
+    stream.give(2, {}, 2)
+    step = threading.Thread(target=engine.step, args=(5, False), daemon=True)
+    step.start()
+    stream.ask_held_out(2)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(stream.collect, HELD_OUT, 2)
+        try:
+            with pytest.raises(RunError, match="want weights of version 3 before held out 2 ends"):
+                asked.result(5)
+        finally:
+            stream._problem = RunError("the test is over")
     stream.close()
     step.join(10)
 

@@ -108,7 +108,7 @@ class AnswerStream:
                     raise RunError(
                         f"align.repeats: that run ended before {kind} {number} was drawn: set train.steps lower"
                     )
-                if self._lacks and not self._weights and (self._left.get((kind, number)) or not is_going):
+                if self._lacks and (self._left.get((kind, number)) or not is_going):
                     raise RunError(
                         f"events to repeat want weights of version {self._lacks} before {kind} {number} ends"
                     )
