@@ -16,6 +16,7 @@ from test_train_run import made, state, trained
 from tilemesh.cli.main import main
 from tilemesh.core.errors import UsageError
 from tilemesh.core.units import parse_seconds
+from tilemesh.runs.checkpoint import Writer
 from tilemesh.runs.manifest import checkpoints
 from tilemesh.runs.metrics import latest
 from tilemesh.runs.reader import read_step
@@ -101,6 +102,31 @@ class TestEarlyStopping:
             read_step(stopped, "bset")
         with pytest.raises(UsageError, match="knows of no best step"):
             read_step(tmp_path, "best")
+
+    def test_a_best_checkpoint_that_was_not_written_is_named_nowhere(
+        self, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def judge(progress: Progress, min_improvement: float) -> bool:
+            is_best = progress.step in (2, 4)
+            if is_best:
+                progress.best_held_out, progress.best_step = progress.held_out, progress.step
+            return is_best
+
+        def commit(writer: Writer, step: int, place: Path) -> int:
+            if step == 4:
+                raise OSError(28, "No space left on device", str(place))
+            return usual(writer, step, place)
+
+        usual = Writer._commit
+        monkeypatch.setattr(Progress, "judge", judge)
+        monkeypatch.setattr(Writer, "_commit", commit)
+        sets = ("evaluate.every=2", "checkpoint.every=0", self.BEST)
+        for steps in (6, 8):
+            trained(
+                made(text, "dp=1,tp=1", *sets, f"train.steps={steps}"), folder := tmp_path / "run", resume=steps > 6
+            )
+            assert steps_of(folder) == [2, steps]
+            assert read_step(folder, "best") == 2
 
     @pytest.mark.parametrize("key", ["evaluate.every", "evaluate.sequences", "data.held_out"])
     def test_without_a_held_out_loss_it_is_refused(self, text: str, key: str) -> None:

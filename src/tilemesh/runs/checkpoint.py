@@ -21,6 +21,7 @@ from typing import Any
 
 from tilemesh.core.errors import RunError
 from tilemesh.runs.manifest import (
+    BEST_KEPT,
     MANIFEST_FILE,
     REMOVING,
     WRITING,
@@ -95,7 +96,8 @@ class Writer:
         if self.step is not None:
             raise RunError(f"checkpoint of step {step} while that of step {self.step} is under way")
         self._wait_ending()
-        self.step, self._error, self._values, self._is_best = step, None, dict(values), is_best
+        self.step, self._error, self._is_best = step, None, is_best
+        self._values = {**values, BEST_KEPT: step if is_best else self.best}
         self._began = time.monotonic()
         copies = snapshot(parts)
         self.nbytes = sum(copy.numel() * copy.element_size() for _, copy in copies)

@@ -29,6 +29,8 @@ MODEL = "model"
 """Under this name `written_by` has the model's configuration, which decides what the weights mean."""
 STATE = "state"
 """Under this name `written_by` has, of a module of the user's, under which name each entry of its state is kept."""
+BEST_KEPT = "best_kept"
+"""Under this name `values` has the step of the best checkpoint that was written and is kept; None: there is none."""
 MANIFEST_FILE = "manifest.json"
 WRITING, REMOVING = ".writing-", ".removing-"  # a leading dot: not yet, or no longer, a checkpoint
 _STEP = re.compile(r"step-(\d{8,})")

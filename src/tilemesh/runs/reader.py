@@ -10,6 +10,7 @@ from tilemesh.core.ranges import LARGEST_WHOLE, shown
 from tilemesh.core.shard import Box, Shard
 from tilemesh.runs.folder import read_small
 from tilemesh.runs.manifest import (
+    BEST_KEPT,
     WEIGHT,
     DamagedError,
     Manifest,
@@ -62,7 +63,10 @@ def read_step(run: str | Path, text: str | None) -> int | None:
     if text != "best":
         raise UsageError(f"step is {shown(text)}: expected a number, or best")
     for _, path in checkpoints(Path(run) / CHECKPOINTS):
-        best = Manifest.read(path).values.get("best")
+        values = Manifest.read(path).values
+        best, kept = values.get("best"), values.get(BEST_KEPT)
+        if isinstance(kept, int):
+            return kept
         if isinstance(best, dict) and isinstance(best.get("step"), int):
             return int(best["step"])
     raise UsageError(f"{run} knows of no best step: nothing held out was evaluated before its checkpoints were written")

@@ -28,7 +28,7 @@ from tilemesh.model.work.weights import count_parameters
 from tilemesh.parallel.agree import tell
 from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.shard import take
-from tilemesh.runs.manifest import MODEL, WEIGHT, DamagedError, Manifest, checkpoints, damage
+from tilemesh.runs.manifest import BEST_KEPT, MODEL, WEIGHT, DamagedError, Manifest, checkpoints, damage
 from tilemesh.runs.names import CHECKPOINTS, CONFIG, DAMAGED
 from tilemesh.runs.reader import Reader
 from tilemesh.train.check import nothing_whole
@@ -90,7 +90,9 @@ def restore(loop: Loop, reader: Reader) -> None:
     loop.progress.step, loop.progress.position = step, int(values["position"])
     loop.stepper.source.go_on(step, int(values["position"]))
     loop.progress.load_best(values.get("best"))
-    loop.writer.best = loop.progress.best_step if loop.config.checkpoint.keep_best else None
+    best = values.get(BEST_KEPT) or loop.progress.best_step  # which may have failed to be written
+    is_there = any(each == best for each, _ in checkpoints(loop.folder / CHECKPOINTS))
+    loop.writer.best = best if loop.config.checkpoint.keep_best and is_there else None
     if values.get("loss") is not None:
         loop.progress.loss = float(values["loss"])
     loop.writer.last = step
