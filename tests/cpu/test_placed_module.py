@@ -290,6 +290,16 @@ def test_what_cannot_be_placed_is_refused_in_a_line(module: nn.Module, pins: Pin
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("index", [-1, 8])
+def test_an_index_beyond_a_table_cut_by_rows_is_refused_in_a_line(index: int) -> None:
+    def main(comm: Communicator) -> None:
+        placed = place(nn.Embedding(8, 4), Mesh(comm, tp=2), {"weight": "tp:S0"}, example=torch.tensor([1, 2]))
+        placed(torch.tensor([1, index]))
+
+    with pytest.raises(UsageError, match=r"an index is in no row of the table .* give each from 0"):
+        run_threads(2, main)
+
+
 def test_small_sums_of_gradients_are_one_exchange() -> None:
     """As many bytes in fewer exchanges, which pays wherever one begins with a latency; large ones stay apart."""
     trace = trace_joint(Mlp(), ModuleCall.example(batch()))

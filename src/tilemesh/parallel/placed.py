@@ -238,7 +238,13 @@ class PlacedProgram:
 class _Passes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: PlacedProgram, *tensors: Tensor) -> tuple[Tensor, ...]:
-        made = run.forward([*tensors, *run.constants])
+        try:
+            made = run.forward([*tensors, *run.constants])
+        except IndexError as error:
+            raise UsageError(
+                f"an index is in no row of the table that it is looked up in ({error}): give each from 0 to the "
+                "table's rows less one"
+            ) from error
         results, saved = made[: run.results], made[run.results :]
         ctx.run = run
         ctx.save_for_backward(*saved)
