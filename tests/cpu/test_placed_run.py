@@ -123,6 +123,19 @@ def test_predictions_are_judged_by_the_best_five_and_the_worst() -> None:
     assert "not as predicted" in run_words([run(1.0, 1.0, sent=9.0)])[0]
 
 
+def test_a_run_is_suggested_where_the_machine_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = ["graph", "explain", f"{tmp_path}/program.py:make", "--mesh", "tp=2"]
+    assert main(command) == 0
+    assert "next:    tilemesh calibrate" in capsys.readouterr().out
+    monkeypatch.setattr("tilemesh.core.calibration.find", lambda machine: machine)
+    assert main(command) == 0
+    assert "--choose all --device local --run" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_the_command_runs_what_it_chose_on_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -13,6 +13,8 @@ from tilemesh.cli.placed import place, placed_drawing, placed_lines
 from tilemesh.cli.placed import record as placed_record
 from tilemesh.cli.placed_picture import placed_summary
 from tilemesh.cli.run_placed import PlacementRun, run_chosen, run_page, run_rows, run_words
+from tilemesh.core import calibration
+from tilemesh.core.advice import NextCommand
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import DEVICES, LOCAL, Device
 from tilemesh.core.options import Known, OutFile, argument, option
@@ -21,6 +23,7 @@ from tilemesh.graph.cost import graph_seconds, saved_by
 from tilemesh.graph.ir import Graph
 from tilemesh.graph.memory import arena
 from tilemesh.graph.size import known
+from tilemesh.measure.machine import this_machine
 from tilemesh.plan.place.problem import Chosen
 from tilemesh.plan.place.propagate import PlacedGraph
 from tilemesh.train.programs import load_program
@@ -115,9 +118,17 @@ def explain(options: ExplainOptions) -> Output:
     if placed is not None:
         more.insert(0, lambda: placed_summary(placed, str(options.mesh), device, answers, runs))
     files = {"svg": drawn, "html": lambda: _page(options.program, drawn(), record, device, [show() for show in more])}
-    more_words = "--mesh dp=2 --choose all" if options.mesh is None else "--device local --run"
-    following = None if options.run else again(more_words)
-    return Output([text, rows, *([run_words(runs)] if runs else [])], [record, *rows], files, next=following)
+    return Output([text, rows, *([run_words(runs)] if runs else [])], [record, *rows], files, next=_following(options))
+
+
+def _following(options: ExplainOptions) -> NextCommand | None:
+    if options.run:
+        return None
+    if options.mesh is None:
+        return again("--mesh dp=2 --choose all")
+    if calibration.find(this_machine().id) is None:  # which predictions for it are made of
+        return NextCommand("calibrate")
+    return again(f"{'--choose all ' * (options.choose is None)}--device local --run")
 
 
 def _placed(
