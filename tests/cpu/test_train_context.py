@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tilemesh.comm import run_threads
+from tilemesh.comm import Communicator, run_threads
 from tilemesh.core.conflicts import ConflictError
 from tilemesh.core.errors import UsageError
+from tilemesh.core.plan import ParallelPlan
 from tilemesh.model import huggingface
 from tilemesh.model.transformer import Transformer
+from tilemesh.parallel import Mesh, lay
 from tilemesh.runs import folder as folders
 from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.names import METRICS
@@ -131,3 +135,18 @@ def test_what_is_refused() -> None:
         config("cp=8", "train.context=5")
     with pytest.raises(UsageError, match=r"known are dp, tp, pp, cp, ep\)"):
         config("xp=2")
+
+
+@pytest.mark.parametrize("exchange", ["ring", "gather", "heads"])
+def test_a_microbatch_without_rows_adds_nothing(exchange: str) -> None:
+    model, text = config("dp=1").model.replace(dropout=0), torch.randint(64, (2, 14))
+
+    def norm(comm: Communicator, **plan: Any) -> float:
+        layout = ParallelPlan(precision="fp64", **plan)
+        laid = lay(Transformer(model, seed=1, dtype=torch.float64), Mesh(comm, **layout.axes), layout)
+        laid.gradients.backward(*laid.loss(text[:, :-1], text[:, 1:]), last=False)
+        laid.gradients.backward(*laid.loss(text[:0, :-1], text[:0, 1:]))
+        return laid.gradients.finish().norm
+
+    [wanted] = run_threads(1, norm)
+    assert run_threads(2, partial(norm, cp=2, cp_exchange=exchange)) == pytest.approx([wanted] * 2, rel=1e-10)

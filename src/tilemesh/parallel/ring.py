@@ -192,6 +192,9 @@ class SharedAttention:
 
     def __call__(self, q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, sinks_H: Tensor | None = None) -> Tensor:
         """`sinks_H`: of each head a logit more in the softmax, which takes no value."""
+        if not len(q_BHTE):  # on no rank of the sequence: nothing is exchanged, and gradients are of nothing
+            nothing = q_BHTE.sum() + k_BKSE.sum() + v_BKSE.sum()
+            return nothing.expand(*q_BHTE.shape[:3], v_BKSE.shape[3])
         function: Any = _AttentionGraph
         y_BHTE: Tensor = function.apply(q_BHTE, k_BKSE, v_BKSE, sinks_H, self)
         return y_BHTE
