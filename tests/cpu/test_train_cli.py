@@ -373,5 +373,10 @@ def test_a_preview_says_what_the_planner_says_of_memory_and_time() -> None:
     assert "7 GiB per rank of 6 GiB: DOES NOT FIT" in lines["memory"]
     assert "500 ms per step, 128 tokens/s, 8.33 min for all steps" in lines["time"]
     assert seen.disk_bytes == 4 * seen.checkpoint_bytes  # three that are kept, and one that is being written
+    for steps, count in ((200, 5), (40, 1), (50, 1), (51, 2), (120, 4)):  # and the best: of every 50th or 60th step
+        sets = [f"checkpoint.keep_best=true,evaluate.every=60,checkpoint.every=50,train.steps={steps}"]
+        best = preview(load("tiny", mesh="dp=1", sets=sets))
+        assert (steps, best.disk_bytes) == (steps, count * best.checkpoint_bytes)
+    assert ", and the best; " in dict(best.lines())["files"]
     full = dataclasses.replace(seen, free_bytes=0)
     assert "TOO LITTLE SPACE" in dict(full.lines())["files"]

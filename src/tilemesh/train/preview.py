@@ -64,10 +64,13 @@ class Preview:
 
     @property
     def disk_bytes(self) -> int:
-        """The most that checkpoints take at one time: those kept, and the one that is being written."""
-        every = self.config.checkpoint.every
-        written = 1 + (self.steps - 1) // every if every else 1
-        return self.checkpoint_bytes * min(self.config.checkpoint.keep + 1, max(1, written))
+        """The most that checkpoints take at one time: those kept, the best one and the one that is being written."""
+        kept, before = self.config.checkpoint, max(0, self.steps - 1)
+        periods = [kept.every, self.config.evaluate.every * kept.keep_best]
+        times = [before // every for every in periods if every]
+        if len(times) > 1:  # one that is both is written once
+            times.append(-(before // math.lcm(*periods)))
+        return self.checkpoint_bytes * min(kept.keep + kept.keep_best + 1, 1 + sum(times))
 
     def lines(self) -> list[tuple[str, str]]:
         """What there is to say, with a word for each subject."""
@@ -156,6 +159,7 @@ class Preview:
         few = "" if self.disk_bytes <= self.free_bytes else ": TOO LITTLE SPACE"
         every = self.config.checkpoint.every
         when = f"every {every} steps, the newest {self.config.checkpoint.keep} kept" if every else "at the end"
+        when += ", and the best" * self.config.checkpoint.keep_best
         records = f"{SERVER_RECORDS}/, " if self.config.servers else ""
         return (
             f"{self.folder}/: {CONFIG}, {METRICS}, {SUMMARY}, {TRACE}, {PAGE}, {records}{CHECKPOINTS}/ ({when}; "
