@@ -7,6 +7,7 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,6 +106,32 @@ def test_a_run_is_told_a_range_and_its_rows_have_it(monkeypatch: pytest.MonkeyPa
     assert Row.from_json(step.to_json()) == step
     assert f"{json.loads(step.to_json())['predicted_range']}" == str(list(ranges["twice"]))
     assert " to " in dict(seen.lines())["time"]
+
+
+def test_a_run_of_local_updates_is_predicted_by_its_averages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "find", lambda identity: HERE)
+
+    def told(*sets: str) -> dict[str, Any]:
+        return predict_run(
+            load_config(
+                "tiny", mesh="dp=2", sets=["train.device=cpu,train.steps=8,checkpoint.every=0,evaluate.every=0", *sets]
+            ),
+            (),
+        )
+
+    common = told()
+    assert common["exchanges"]["dp"]["all_reduce"] > 0
+    assert told("train.method=local,method.period=1")["traffic"] == common["traffic"]
+    for period, start, exchanged in ((4, 0, 2 / 8), (3, 0, 3 / 8), (4, 4, 5 / 8)):
+        local = told(f"train.method=local,method.period={period},method.start={start}")
+        assert local["traffic"]["dp"] == pytest.approx(exchanged * common["traffic"]["dp"])
+        assert local["times"]["dp_s"] < common["times"]["dp_s"]
+        assert sum(local["times"].values()) == pytest.approx(local["step_time_s"])
+        assert local["tokens_per_s"] * local["step_time_s"] == pytest.approx(common["tokens"])
+        assert local["exchanges"] == (common["exchanges"] if start else {})
+    assert (
+        "method.compress=top-k takes to make its messages is not modelled" in told("method.compress=top-k")["missing"]
+    )
 
 
 def test_a_range_lies_around_its_prediction() -> None:

@@ -329,6 +329,10 @@ class Estimator:
             exchanged = DataExchange(exposed_s, exchanged.sent_bytes + pair.sent_bytes(nbytes, "all_reduce"))
         return exchanged
 
+    def data_exchange(self, plan: ParallelPlan) -> DataExchange:
+        """Of a step's gradients, over replicas and what they are made of."""
+        return self._exchange(plan, self._frame(plan))
+
     def updated_parameters(self, plan: ParallelPlan) -> int:
         """Of the rank that updates most."""
         return self._frame(plan).most_parameters.stored(plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from tilemesh.model.adapter import adapter_parameters
 from tilemesh.model.kernels import TORCH
 from tilemesh.model.work.operations import model_flops
 from tilemesh.model.work.routing import imbalance
+from tilemesh.model.work.step_exchanges import step_exchanges
 from tilemesh.model.work.task import Code, Task
 from tilemesh.model.work.weights import count_parameters
 from tilemesh.plan.choose import search
@@ -43,11 +45,15 @@ def predict_run(config: TrainConfig, gpus: Sequence[str]) -> dict[str, Any]:
     """Step time, memory and exchange share as the planner sees them; or why it cannot."""
     if config.lora.rank:
         return {"missing": "the planner: training adapters beside frozen weights is not modelled", **stamp()}
+    if config.method.compress != "none":
+        why = f"what method.compress={config.method.compress} takes to make its messages is not modelled"
+        return {"missing": f"the planner: {why}", **stamp()}
     on_gpu = bool(gpus) and config.train.device != "cpu"
     try:
         known = _clusters(config, gpus, on_gpu)
         plan = settled(config.plan, config.model.layers)
-        prediction, *others = (estimator(config, *each).predict(plan) for each in known)
+        own = estimator(config, *known[0])
+        prediction, *others = own.predict(plan), *(estimator(config, *each).predict(plan) for each in known[1:])
     except UsageError as error:
         return {"missing": f"the planner: {error}", **stamp()}
     cluster = known[0][0]
@@ -59,6 +65,7 @@ def predict_run(config: TrainConfig, gpus: Sequence[str]) -> dict[str, Any]:
         "hfu": prediction.hfu,
         "exchange_share": prediction.times.exposed_s / prediction.step_time_s,
         **(_server_figures(config, prediction, cluster) if config.train.method == "server" else {}),
+        **(_local_figures(config, prediction, own) if config.train.method == "local" else {}),
         "memory_bytes": prediction.memory.seen_bytes(cluster.device.kind),
         "limit_s": _limit_s(config, on_gpu),
         **_doubt(),
@@ -150,15 +157,9 @@ def _server_figures(config: TrainConfig, predicted: Prediction, cluster: Cluster
     bound = bound_of(method.consistency, method.staleness)
     run = simulate_server(workers, _CLOCKS, lambda worker, clock: computing_s, bound, times, method.batch)
     step_s = workers / run.throughput
-    slower = predicted.step_time_s / step_s
     outside_s = step_s - computing_s
     return {
-        "step_time_s": step_s,
-        "tokens_per_s": predicted.tokens / step_s,
-        "mfu": predicted.mfu * slower,
-        "hfu": predicted.hfu * slower,
-        "exchange_share": (inside_s + outside_s) / step_s,
-        "exposed_communication_s": inside_s + outside_s,
+        **_in_steps_of(predicted, step_s, inside_s + outside_s),
         "times": {
             **dataclasses.asdict(predicted.times),
             "dp_s": outside_s,
@@ -166,6 +167,48 @@ def _server_figures(config: TrainConfig, predicted: Prediction, cluster: Cluster
         },
         "traffic": {**_inside(predicted.traffic), "server": nbytes},
         "exchanges": {**_inside(predicted.exchanges), "server": {"push": nbytes, "pull": nbytes}},
+    }
+
+
+def _local_figures(config: TrainConfig, predicted: Prediction, own: Estimator) -> dict[str, Any]:
+    """What differs where replicas step by themselves and average their weights: times and traffic are means over the
+    run's steps; `exchanges` are those of its first step, which a run counts."""
+    method, plan, steps = config.method, predicted.plan, config.train.steps
+    if method.period == 1:  # gradients are exchanged instead
+        return {}
+    alone = dataclasses.replace(plan, dp=1)
+    together, inside = min(method.start, steps), own.data_exchange(alone)
+    rounds = math.ceil((steps - together) / method.period)
+    replicas = own.clock.group(plan.dp, plan.tp * plan.cp)
+    nbytes = own.updated_parameters(plan) * (8 if plan.precision == "fp64" else 4)
+    round_s, round_bytes = replicas.exchange_s("all_reduce", nbytes), replicas.sent_bytes(nbytes, "all_reduce")
+
+    def mean(common: float, inside: float, averaged: float) -> float:
+        return (together * common + (steps - together) * inside + rounds * averaged) / steps
+
+    dp_s = mean(predicted.times.dp_s, inside.exposed_s, round_s)
+    saved_s = predicted.times.dp_s - dp_s
+    task = own.room.task(alone)
+    return {
+        **_in_steps_of(predicted, predicted.step_time_s - saved_s, predicted.times.exposed_s - saved_s),
+        "times": {**dataclasses.asdict(predicted.times), "dp_s": dp_s},
+        "traffic": {**predicted.traffic, "dp": mean(predicted.traffic["dp"], inside.sent_bytes, round_bytes)},
+        "exchanges": predicted.exchanges
+        if together
+        else step_exchanges(config.model, alone, task, predicted.chunk_layers),
+    }
+
+
+def _in_steps_of(predicted: Prediction, step_s: float, exposed_s: float) -> dict[str, Any]:
+    """What follows from another step time, of which so much is communication that nothing hides."""
+    slower = predicted.step_time_s / step_s
+    return {
+        "step_time_s": step_s,
+        "tokens_per_s": predicted.tokens / step_s,
+        "mfu": predicted.mfu * slower,
+        "hfu": predicted.hfu * slower,
+        "exchange_share": exposed_s / step_s,
+        "exposed_communication_s": exposed_s,
     }
 
 
