@@ -170,6 +170,17 @@ def test_integer_products_take_zeros_and_refuse_what_they_do_not_serve():
     assert not cpu.serves(torch.zeros(1, 48, requires_grad=True), scheme, 48, 1)
 
 
+@needs_c
+@pytest.mark.parametrize("name", ["int8", "fixed16"])
+def test_a_compiled_projection_is_one_graph(name):
+    """Without calls on addresses of tensors that a graph no longer holds."""
+    plain, scheme = nn.Linear(48, 12).requires_grad_(False), parse_scheme(name)
+    low = kinds.few_bits(plain, scheme, codes.quantize(plain.weight, scheme))
+    x = torch.randn(3, 48)
+    compiled = torch.compile(low, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), low.kind.decoded(low, x.dtype).mul(x[:, None]).sum(-1) + plain.bias)
+
+
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_low_bit_projection_computes_with_the_weight_that_its_codes_mean(name):
     torch.manual_seed(0)
