@@ -82,7 +82,7 @@ MOST_LINES = {
     "measure": 3_028,
     "launch": 2_138,
     "runs": 2_165,
-    "data": 2_670,
+    "data": 2_671,
     "kernels": 21_853,
     "comm": 11_361,
     "graph": 8_813,

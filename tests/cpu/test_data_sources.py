@@ -641,6 +641,21 @@ class TestMixture:
         with pytest.raises(UsageError, match="have different tokenizers"):
             open_corpus(DataConfig(mixture=("stdlib=1", f"{tmp_path / 'shards'}=1")))
 
+    def test_sources_of_one_tokenizer_that_was_written_again(self, tmp_path: Path) -> None:
+        """transformers writes what is put around a prompt, which no document has."""
+        for name in ("a", "b"):
+            (tmp_path / name).mkdir()
+            write_chat_tokenizer(tmp_path / name, "mistral")
+            file = tmp_path / name / "tokenizer.json"
+            if name == "b":
+                around = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}]}
+                around |= {"pair": [{"Sequence": {"id": key, "type_id": 0}} for key in "AB"], "special_tokens": {}}
+                file.write_text(json.dumps(json.loads(file.read_text()) | {"post_processor": around}, indent=4))
+            source = written(tmp_path / f"{name}.jsonl", [{"text": "hi yes"} for _ in range(60)])
+            prepare(DataConfig(source=source, tokenizer=file), tmp_path / f"{name}-shards")
+        mixture = (f"{tmp_path / 'a-shards'}=1", f"{tmp_path / 'b-shards'}=1")
+        assert len(open_corpus(DataConfig(mixture=mixture)).parts) == 2
+
     def test_a_source_without_one_sequence(self, tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_bytes(b"a")
         corpus = open_corpus(DataConfig(mixture=("stdlib=1", f"{tmp_path / 'a.txt'}=1")))

@@ -171,8 +171,9 @@ class FileTokenizer:
         return self.end_token, self._inner.get_vocab(with_added_tokens=True)
 
     def digest(self) -> str:
-        """The same for two files that mean the same tokens."""
-        return hashlib.sha256(f"{self.end_token} {self._inner.to_str()}".encode()).hexdigest()
+        """The same for two files that mean the same tokens of documents, whatever they put around a prompt."""
+        described = json.loads(self._inner.to_str()) | {"post_processor": None}
+        return hashlib.sha256(f"{self.end_token} {json.dumps(described)}".encode()).hexdigest()
 
     def write(self, folder: Path, **settings: Any) -> None:
         """Files that mean this tokenizer, to transformers and to us; `settings` go into its configuration."""
