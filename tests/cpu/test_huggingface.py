@@ -18,6 +18,7 @@ from tilemesh.core.errors import UsageError
 from tilemesh.model import huggingface, mxfp4
 from tilemesh.model.config import PRESETS, ModelConfig, preset
 from tilemesh.model.families import book as families
+from tilemesh.model.rotary import rotary_angles
 from tilemesh.model.transformer import Transformer
 
 TOKENS_BT = torch.randint(31, (2, 11), generator=torch.Generator().manual_seed(1))
@@ -599,6 +600,21 @@ def test_a_model_that_no_layout_expresses_is_not_saved(changes: dict[str, Any], 
     with pytest.raises(UsageError, match="meta device"):
         huggingface.save(Transformer(OURS["gpt2"], device="meta"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_scaling_in_layers_with_a_window_is_not_lost_on_the_way_to_gemma3() -> None:
+    config = OURS["gemma3"].replace(rotary_local_base=0.0)
+    with pytest.raises(UsageError, match="no rotary_scaling linear in layers with a window"):
+        families.to_json(config, "float32")
+    for same in (config.replace(rotary_scaling="none", rotary_factor=1.0), config.replace(full_layers=(0, 1))):
+        back = families.from_json(families.to_json(same, "float32"))
+        assert torch.equal(angles_of(back), angles_of(same))
+
+
+def angles_of(config: ModelConfig) -> Tensor:
+    """Cosines of every layer's turning."""
+    own, local = rotary_angles(torch.arange(9), config, torch.float64)
+    return torch.stack([(local if config.window_of(layer) else own)[0] for layer in range(config.layers)])
 
 
 def test_windows_of_some_layers_or_none() -> None:

@@ -286,6 +286,11 @@ def _layer_rotary(settings: Mapping[str, Any], source: str) -> Mapping[str, Any]
 
 
 def _write_gemma3(config: ModelConfig) -> dict[str, Any]:
+    if config.rotary_scaling != "none" and not config.rotary_local_base and "sliding_attention" in layer_types(config):
+        raise UsageError(
+            f"gemma3_text has no rotary_scaling {config.rotary_scaling} in layers with a window, and this model has it "
+            "there too: train it with model.rotary_local_base, their own base without scaling"
+        )
     local = config.rotary_local_base or config.rotary_base
     sliding = {"rope_type": "default", "rope_theta": local}
     return {
