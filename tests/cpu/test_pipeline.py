@@ -27,6 +27,7 @@ from tilemesh.core.step.text import to_csv
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.loss import IGNORED, loss_sum
 from tilemesh.model.transformer import Transformer
+from tilemesh.model.work.operations import forward_flops
 from tilemesh.model.work.slices import slice_flops, slice_lengths
 from tilemesh.parallel import Mesh, lay, run
 from tilemesh.parallel.laid import StepPiece
@@ -122,6 +123,12 @@ def gradients_of(laid: Pipeline) -> dict[str, Tensor] | None:
 def far(found: dict[str, Tensor], wanted: dict[str, Tensor], norm: float) -> float:
     assert list(found) == list(wanted)
     return max(float((found[name] - wanted[name]).norm()) for name in wanted) / norm
+
+
+def test_slices_of_a_model_with_experts_count_those_that_a_token_passes() -> None:
+    """As many FLOPs as the whole model's forward pass, which counts so."""
+    config = preset("mixtral-8x7b")
+    assert config.layers * slice_flops(config)(512, 0) == forward_flops(config, 1, 512).layers
 
 
 def test_slices_are_as_long_as_the_dynamic_program_says() -> None:

@@ -11,12 +11,12 @@ import functools
 from tilemesh.core.step import slices as cutting
 from tilemesh.core.step.slices import SliceTime
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.work.weights import layer_matrices
+from tilemesh.model.work.weights import active_matrices
 
 
 def slice_flops(model: ModelConfig) -> SliceTime:
     """FLOPs of a slice's forward pass through a layer. Masked pairs of queries and keys are computed too."""
-    per_token = 2 * sum(weight.outputs * weight.inputs for weight in layer_matrices(model))
+    per_token = 2 * sum(weight.outputs * weight.inputs for weight in active_matrices(model))
     per_pair = 4 * model.query_width  # scores, and values weighted by them
     return lambda tokens, before: float(tokens * per_token + tokens * (tokens + before) * per_pair)
 
