@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -192,3 +193,17 @@ def test_a_fit_finds_the_line_that_made_the_times() -> None:
 def test_least_squares_without_negative_coefficients() -> None:
     assert non_negative_least_squares([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]], [1.0, 2.0, 3.0]) == pytest.approx([1, 2])
     assert non_negative_least_squares([[1.0, 1.0], [1.0, 2.0]], [2.0, 1.0]) == pytest.approx([1.5, 0.0])
+
+
+def test_keys_of_a_latent_are_as_wide_as_their_heads() -> None:
+    """What is turned and what goes to pages is queries and keys of all heads, whatever these are made of."""
+    plain = preset("deepseek-moe-16b")
+    latent = plain.replace(latent_width=512, query_latent_width=1536, rotary_fraction=0.5)
+    task = serving_task(64, "bf16")
+    for tp in (1, 2):
+        moved = [
+            {op.name: op.nbytes for op in dense_operations(model, dataclasses.replace(task, tp=tp))
+             if isinstance(op, MemoryPass)}
+            for model in (plain, latent)
+        ]  # fmt: skip
+        assert moved[0] == moved[1]

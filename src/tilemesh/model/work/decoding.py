@@ -53,8 +53,8 @@ def serving_task(tokens: int, dtype: str, tp: int = 1, code: Code = "fused", gpu
 
 def dense_operations(model: ModelConfig, task: Task) -> tuple[Operation, ...]:
     """Of one layer, all but attention; new keys and values go to their pages."""
-    shards = {weight.name: weight.shape(task.tp)[0] for weight in layer_matrices(model)}
-    written = 2 * 2 * task.tokens * shards["attention.fc_k"] * task.size
+    keys = max(1, model.kv_heads // task.tp) * model.head_width
+    written = 2 * 2 * task.tokens * keys * task.size
     stored = MemoryPass("keys and values to their pages", written, 1 if task.code == "fused" else 4)
     return (*layer_products(model, task), *layer_passes(model, task)[0], stored)
 

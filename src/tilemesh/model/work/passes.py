@@ -46,7 +46,7 @@ def _columns(model: ModelConfig, task: Task) -> tuple[int, int, int, int]:
     """On this rank: columns of the queries, of the keys, of the MLP (of what a token passes of it), and elements of all
     of the layer's matrices."""
     matrices = layer_matrices(model)
-    own, kv = (weight.shape(task.tp)[0] for weight in matrices[:2])
+    own, kv = (max(1, heads // task.tp) * model.head_width for heads in (model.heads, model.kv_heads))
     inner = -(-hidden_elements(model, task) // (task.tp * task.tokens))
     routed = sum(math.prod(weight.shape(task.ranks_per_expert)) for weight in matrices if weight.is_routed) // task.ep
     return own, kv, inner, routed + sum(math.prod(w.shape(task.tp)) for w in matrices if not w.is_routed)
