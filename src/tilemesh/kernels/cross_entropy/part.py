@@ -57,7 +57,7 @@ def write_part_gradient(
     tops, totals: (N,), of each row over all parts; upstream: of every row's loss, one number.
     """
     how = implementation_of(implementation, [logits])
-    if how == "torch":
+    if how == "torch" or logits.stride(1) != 1:  # the kernel writes a row's columns side by side
         return _gradient_by_torch(logits, target, first, tops, totals, upstream, ignore_index)
     from tilemesh.kernels.cross_entropy import kernel
 
