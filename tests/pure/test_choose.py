@@ -186,6 +186,16 @@ def test_a_walk_knows_after_any_changes_what_its_choice_takes() -> None:
         assert float(walk.held.max()) == pytest.approx(figures.memory_bytes)
 
 
+def test_every_chooser_goes_around_exchanges_that_there_is_no_way_for() -> None:
+    """Which take for ever: a walk must come back from one to a number."""
+    none = ((0.0, 0.0), (0.0, 0.0))
+    ways = ((0.0, math.inf), (math.inf, 0.0))
+    exchange = Transfer(0, (0, 1), ((1, (0, 1)),), ways, none, none)
+    problem = PlacementProblem(("a", "b"), ((1.0, 2.0), (5.0, 1.0)), (exchange,))
+    for answer in race(problem):
+        assert answer.choice == (1, 1), answer.chooser
+
+
 def test_what_fits_nowhere_is_refused() -> None:
     problem = PlacementProblem(("v",), ((1.0,),), (), ((0, (8.0,)),), (Moment({0: 1}),), 4.0)
     for name in CHOOSERS:

@@ -79,7 +79,7 @@ def _episode(
             old = walk.choice[variable]
             for place, k in enumerate(allowed):
                 walk.choice[variable] = k
-                exchanged[place] = sum(transfer.seconds_of(walk.choice) for transfer in before)
+                exchanged[place] = sum(walk.seconds_of(transfer) for transfer in before)
             walk.choice[variable] = old
         features[:, 1] = exchanged / max(exchanged.max(), 1e-30)
         scores = logits[variable] + 4.0 * (features @ weights)

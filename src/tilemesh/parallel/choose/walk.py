@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tilemesh.plan.place.problem import Chosen, PlacementProblem
+from tilemesh.plan.place.problem import Chosen, PlacementProblem, Transfer
 
 EVALUATIONS = 20_000
 EXCESS = 10.0  # of the seconds, for each limit's worth of memory that is missing
@@ -33,7 +33,11 @@ class Walk:
         self.has_limit = problem.limit_bytes < math.inf
         if self.has_limit:
             self._lay_out_memory()
-        self.paid = [transfer.seconds_of(self.choice) for transfer in problem.transfers]
+        # Where there is no way from one placement to another: more than all others together, and a number.
+        finite = [cost for own in problem.seconds for cost in own]
+        finite += [each.count * cost for each in problem.transfers for row in each.seconds for cost in row]
+        self.no_way_s = 2 * math.fsum(cost for cost in finite if cost < math.inf) or 1.0
+        self.paid = [self.seconds_of(transfer) for transfer in problem.transfers]
         self.seconds = sum(own[k] for own, k in zip(problem.seconds, self.choice, strict=True)) + sum(self.paid)
 
     def _lay_out_memory(self) -> None:
@@ -58,6 +62,10 @@ class Walk:
         for row, moment in enumerate(problem.moments):
             for transfer, reader in moment.copies:
                 self.held[row] += problem.copied(transfer, reader, self.choice)
+
+    def seconds_of(self, transfer: Transfer) -> float:
+        """What a transfer takes by the choice there is now."""
+        return min(transfer.seconds_of(self.choice), self.no_way_s)
 
     @property
     def objective(self) -> float:
@@ -85,7 +93,7 @@ class Walk:
                 self.held[row] += problem.copied(transfer, reader, self.choice)
         self.seconds += problem.seconds[variable][k] - problem.seconds[variable][old]
         for at in self.touching[variable]:
-            paid = problem.transfers[at].seconds_of(self.choice)
+            paid = self.seconds_of(problem.transfers[at])
             self.seconds += paid - self.paid[at]
             self.paid[at] = paid
 
