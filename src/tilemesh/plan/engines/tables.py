@@ -570,7 +570,6 @@ VLLM = OtherEngine(
         Row("data-parallel-size", lambda job: job.plan.dp if job.plan.dp > 1 else None),
         Row("data-parallel-size-local", lambda job: _vllm_local(job)),
         Row("data-parallel-address", lambda job: "$HEAD" if _vllm_local(job) else None),
-        Row("data-parallel-start-rank", lambda job: _vllm_start(job)),
         Row("dtype", lambda job: _TORCH[job.plan.precision]),
         Row("max-model-len", lambda job: job.context),
         Row("max-num-seqs", lambda job: job.running),
@@ -586,7 +585,7 @@ VLLM = OtherEngine(
             lambda job: True, "--gpu-memory-utilization is left as it is: its free memory is what the plan's pages are"
         ),
     ),
-    last=lambda job: '$([ "$NODE" = 0 ] || echo --headless)' if len(job.cluster.nodes) > 1 else "",
+    last=lambda job: _vllm_others(job),
 )
 
 
@@ -595,9 +594,12 @@ def _vllm_local(job: EngineJob) -> int | None:
     return job.cluster.node.count // job.plan.tp if len(job.cluster.nodes) > 1 else None
 
 
-def _vllm_start(job: EngineJob) -> str | None:
+def _vllm_others(job: EngineJob) -> str:
+    """Of nodes but the first: their first rank, which without --headless would have every node balance its own load."""
     local = _vllm_local(job)
-    return None if local is None else f"$((NODE * {local}))"
+    if local is None:
+        return ""
+    return f'$([ "$NODE" = 0 ] || echo --headless --data-parallel-start-rank $((NODE * {local})))'
 
 
 ENGINES: Mapping[str, OtherEngine] = {
