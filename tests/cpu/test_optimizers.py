@@ -236,6 +236,22 @@ def test_muon_on_the_host_steps_the_same_parts_on_ranks_that_hold_unequal_rows(p
     assert all(torch.equal(torch.cat([first[name], second[name]]), alone[name]) for name in names)
 
 
+def test_ranks_with_other_experts_make_the_same_parts_of_states() -> None:
+    """Of one size: Muon's exchanges are those of a part."""
+    axes, spread = (("dp", 4),), (("dp", 2),)
+
+    def parts(rank: int) -> list[list[str]]:
+        held = {}
+        for number in range(4):
+            is_shared = {"spread": spread, "at": rank % 2} if number % 2 else {}
+            shard = Shard(f"w{number}", (8, 8), axes, rank, **is_shared)
+            held[shard.name] = Held(torch.nn.Parameter(torch.zeros(shard.shape)), shard)
+        optimizer = HostOptimizer(OptimizerConfig(), held, "fp32", part_bytes=12 * 8 * 8 * 2)
+        return [list(part.shards) for part in optimizer.parts]
+
+    assert [parts(rank) for rank in range(4)] == [[["w0", "w1"], ["w2", "w3"]]] * 4
+
+
 def test_muon_over_parts_of_matrices_needs_the_ranks_that_hold_the_others() -> None:
     shard = Shard("layers.0.w", (4, 3), (("tp", 2),), 0, (Cut("tp", 0),))
     with pytest.raises(UsageError, match=r"layers\.0\.w is held in parts: Muon needs matrices="):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -171,7 +172,8 @@ def _parted(trained: Mapping[str, Held], part_bytes: int) -> Iterator[list[str]]
     nbytes = 0
     for name, mine in trained.items():
         names.append(name)
-        nbytes += STATE_BYTES * math.prod(mine.shard.on(0).shape)  # the largest: all ranks make the same parts
+        largest = replace(mine.shard, rank=0, at=0)  # also of experts that others hold: all ranks make the same parts
+        nbytes += STATE_BYTES * math.prod(largest.shape)
         if nbytes >= part_bytes:
             yield names
             names, nbytes = [], 0
