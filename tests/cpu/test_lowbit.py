@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.autograd import forward_ad
 from triton.backends.compiler import GPUTarget
 
 from tilemesh.comm import run_threads
@@ -172,13 +173,18 @@ def test_integer_products_take_zeros_and_refuse_what_they_do_not_serve():
 
 @needs_c
 @pytest.mark.parametrize("name", ["int8", "fixed16"])
-def test_a_compiled_projection_is_one_graph(name):
-    """Without calls on addresses of tensors that a graph no longer holds."""
+def test_a_compiled_or_transformed_projection_is_torchs_operators(name):
+    """Without calls on addresses of tensors that a graph no longer holds, or behind which a derivative is lost."""
     plain, scheme = nn.Linear(48, 12).requires_grad_(False), parse_scheme(name)
     low = kinds.few_bits(plain, scheme, codes.quantize(plain.weight, scheme))
     x = torch.randn(3, 48)
     compiled = torch.compile(low, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), low.kind.decoded(low, x.dtype).mul(x[:, None]).sum(-1) + plain.bias)
+    weight = low.kind.decoded(low, x.dtype)
+    torch.testing.assert_close(compiled(x), nn.functional.linear(x, weight, plain.bias))
+    torch.testing.assert_close(torch.func.vmap(low)(x), nn.functional.linear(x, weight, plain.bias))
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(low(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+    torch.testing.assert_close(tangent, weight.sum(1).expand(3, -1))
 
 
 @pytest.mark.parametrize("name", SCHEMES)

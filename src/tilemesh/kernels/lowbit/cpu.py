@@ -20,11 +20,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from tilemesh.core.c_library import NATIVE, build_library
 from tilemesh.core.errors import RunError
 from tilemesh.kernels.c_functions import loaded_openmp
-from tilemesh.kernels.launch.tensors import is_traced
+from tilemesh.kernels.launch.tensors import is_watched
 from tilemesh.kernels.lowbit.formats import Scheme
 
 _SOURCE = Path(__file__).with_name("cpu.c")
@@ -62,10 +63,11 @@ def _is_right(loaded: ctypes.CDLL) -> bool:
 
 def serves(x: Tensor, scheme: Scheme, inputs: int, groups: int) -> bool:
     """Whether there is a quick product for these activations: a few rows on a CPU, outside of autograd and of whatever
-    records operators (torch.compile), which holds no tensor for the sake of an address that was asked of it."""
+    records operators or transforms functions: torch.compile holds no tensor for the sake of an address that was asked
+    of it, and a forward-mode derivative is lost behind one."""
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16) or scheme.format not in FEW_ROWS:
         return False
-    if is_traced() or (torch.is_grad_enabled() and x.requires_grad):
+    if is_compiling() or is_watched() or (torch.is_grad_enabled() and x.requires_grad):
         return False
     rows = x.numel() // max(1, inputs)
     even = scheme.format != "int4" or inputs // groups % 2 == 0
