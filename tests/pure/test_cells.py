@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tilemesh.bench.collective.cells import Cell, cells_of, parse_ranks, parse_sizes
@@ -45,11 +47,16 @@ def test_a_cell_has_as_much_for_every_rank() -> None:
     [("all_reduce", 8, 8), ("reduce_scatter", 8, 1), ("all_gather", 1, 8), ("all_to_all", 8, 8), ("broadcast", 1, 7)],
 )
 def test_the_limit_reads_every_input_and_writes_every_result_once(collective: str, read: int, written: int) -> None:
-    machine = Calibration("m", "w", "t", all_cores=Rates(read_bytes_per_s=4e9, write_bytes_per_s=8e9))
+    rates = Rates(read_bytes_per_s=4e9, write_bytes_per_s=8e9, copy_bytes_per_s=5e9)
+    machine = Calibration("m", "w", "t", all_cores=rates)
     cell = Cell(collective, 8, 64 * MIB)
     limit, why = cell.limit_s(machine, 32 * MIB)
     assert limit == pytest.approx(64 * MIB * (read / 4e9 + written / 8e9))
     assert why == ""
+    quick = Calibration("m", "w", "t", all_cores=replace(rates, copy_bytes_per_s=8e9))
+    both, least = min(read, written), 64 * MIB
+    expected = least * (2 * both / 8e9 + (read - both) / 4e9 + (written - both) / 8e9)
+    assert cell.limit_s(quick, 32 * MIB)[0] == pytest.approx(expected)
     assert "not calibrated" in cell.limit_s(None, 0)[1]
     assert "caches" in Cell(collective, 8, 1000).limit_s(machine, 32 * MIB)[1]
     half = Calibration("m", "w", "t", all_cores=Rates(copy_bytes_per_s=1e9))
