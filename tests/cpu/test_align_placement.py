@@ -23,6 +23,7 @@ import torch
 from align_start import write_start
 
 from tilemesh.align import placement
+from tilemesh.align import rows as phases_of_a_run
 from tilemesh.align.config import AlignConfig, load
 from tilemesh.align.generate import Generator, unpacked_bytes
 from tilemesh.align.job import fit
@@ -575,3 +576,24 @@ def test_a_closed_stream_asks_nothing_more() -> None:
     stream.close()
     engine.step(5, False)
     assert engine.tells == []
+
+
+@pytest.mark.parametrize(("kind", "is_beside"), [("split", False), ("asynchronous", True)])
+def test_waiting_for_rollouts_is_not_held_against_drawing_them(
+    kind: str, is_beside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    phases: dict[str, float] = dict.fromkeys(("rollout", "weight sync", "update"), 0.5)
+    expected = SimpleNamespace(seconds=phases, limits=phases)
+    monkeypatch.setattr(phases_of_a_run, "predict_run_placement", lambda config, gpus: (expected, None))
+    line = {"kind": "step", "seconds": 1.0, "data_s": 0.1, "seconds/rollout": 0.001}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line | {"step": step}) + "\n" for step in range(1, 5)))
+    align = SimpleNamespace(
+        is_of_pairs=False, steps_per_batch=1, algorithm="grpo", prompts=2, answers=2, longest=8, running=4,
+        invariant=False, ranks_beside=1, placement=kind,
+    )  # fmt: skip
+    config: Any = SimpleNamespace(align=align, plan=SimpleNamespace(world=1, precision="fp32"))
+    first, _, updates, _ = phases_of_a_run.phase_rows(config, tmp_path, [])
+    assert first.name == ("waiting for rollouts of a batch" if is_beside else "rollouts of a batch")
+    assert (first.predicted is None, first.limit is None) == (is_beside, is_beside)
+    assert ("how long they wait" in first.missing.get("limit", "")) == is_beside
+    assert updates.predicted == 0.5

@@ -313,6 +313,12 @@ class TestFiles:
         made = {row.name: row for row in rows(found, {"step_time_s": 0.2, "mfu": 0.9, "hfu": 0.9})}
         for name in ("throughput", "MFU", "HFU"):
             assert made[name].prediction_error == pytest.approx(-0.5)
+        # Answers share prompts and end early: a batch of whole contexts is no bound for their steps.
+        feedback = {row.name: row for row in rows({**found, "kind": "align"}, {"step_time_s": 0.2})}
+        for name in ("step time", "throughput", "MFU", "HFU"):
+            assert "do not fill the context" in feedback[name].missing["limit"]
+        assert feedback["step time"].measured is not None
+        assert feedback["MFU"].measured is None
 
     def test_the_memory_of_a_rank_has_no_limit_to_be_a_percentage_of(self, whole: Path) -> None:
         memory = next(

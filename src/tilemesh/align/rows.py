@@ -51,13 +51,19 @@ def phase_rows(config: AlignConfig, folder: Path, gpus: Sequence[str]) -> list[R
         "ranks": config.plan.world + align.ranks_beside,
     }  # fmt: skip
 
+    is_beside = align.placement in ("one-step-off", "asynchronous")
+    beside = "others draw while these ranks update: what is measured is how long they wait"
+
     def row(name: str, unit: str, key: str) -> Row:
         guess, limit = predicted.get(key), least.get(key) or None
         missing = {"peers": _NO_PEER}
+        if key == placed.ROLLOUT and is_beside and guess is not None:
+            guess = limit = None
+            missing |= {"predicted": beside, "limit": beside}
         if guess is None:
-            missing["predicted"] = why or "the planner takes what lies between phases for nothing"
+            missing.setdefault("predicted", why or "the planner takes what lies between phases for nothing")
         if limit is None:
-            missing["limit"] = why or "0: nothing would have to be copied or waited for"
+            missing.setdefault("limit", why or "0: nothing would have to be copied or waited for")
         if not batches:
             missing["measured"] = _NO_STEP
         values = Sample.of(measured[key]) if batches else None
@@ -66,7 +72,7 @@ def phase_rows(config: AlignConfig, folder: Path, gpus: Sequence[str]) -> list[R
         )
 
     return [
-        row("rollouts of a batch", "s", placed.ROLLOUT),
+        row("waiting for rollouts of a batch" if is_beside else "rollouts of a batch", "s", placed.ROLLOUT),
         row("weights to the engine", "s", placed.SYNC),
         row("updates on a batch", "s", placed.UPDATE),
         row("share outside of rollouts and updates", "fraction", "outside"),

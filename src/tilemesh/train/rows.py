@@ -21,6 +21,7 @@ from tilemesh.plan.constants import IDLE_POWER
 from tilemesh.plan.memory import rank_state_bytes, state_bytes
 from tilemesh.plan.prediction import mfu_words
 from tilemesh.plan.speed import sent_share
+from tilemesh.runs.kind import ALIGN
 from tilemesh.train.predict import calibrated_peak, compute_dtype
 
 TAKING_TURNS = (
@@ -41,6 +42,8 @@ def rows(summary: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
     peak, why_no_peak = calibrated_peak(summary)
     if summary.get("lora"):
         peak, why_no_peak = None, "the FLOPs of a step with adapters beside frozen weights are not counted"
+    if summary.get("kind") == ALIGN.name:
+        peak, why_no_peak = None, "answers do not fill the context: the FLOPs of such a step are not counted"
     step = None if summary["step_time_s"] is None else Sample(**summary["step_time_s"])
     tokens = float(summary.get("tokens_per_step", batch * context))  # without padding
     limit_s = None if peak is None else flops / peak
@@ -85,7 +88,7 @@ def rows(summary: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
     ]
     # Of the same peak as what was measured: the planner's own fraction is of the peak of the cores that it counts,
     # which on a CPU with fewer ranks than cores is another one.
-    full = None if summary.get("lora") else _datasheet_peak(summary) or peak
+    full = None if summary.get("lora") or summary.get("kind") == ALIGN.name else _datasheet_peak(summary) or peak
     limit = None if peak is None or full is None else peak / full
     for name, count in (("MFU", flops), ("HFU", done_flops)):
         guess = None if guess_s is None or full is None else count / (guess_s * full)
