@@ -63,6 +63,16 @@ def test_it_is_planned_where_a_gpu_has_it_and_says_what_stays_in_16_bits() -> No
         search(LLAMA, "8xa100", batch=64, pins=Pins.parse(["precision=fp8"]))
 
 
+def test_scales_that_are_fixed_are_those_of_the_plan() -> None:
+    rows, blocks = (Pins.parse([f"precision=fp8,fp8_scales={scales},microbatch=1"]) for scales in ("row", "block"))
+    found = search(LLAMA, "8xh100", batch=64, pins=rows)
+    assert {prediction.settled_plan.fp8_scales for prediction in found.predictions} == {"row"}
+    assert 'fp8_scales = "row"' in found.to_toml()
+    cut = search(preset("tinyllama-1.1b"), "8xh100", batch=64, pins=blocks)
+    assert {point.layout.fp8_scales for point in cut.points} == {"block"}
+    assert 8 not in {point.layout.tp for point in cut.points}
+
+
 def test_with_scales_by_rows_a_weights_gradient_stays_in_16_bits() -> None:
     work = layer_work(LLAMA, Task(1, 8192, 8192, precision="fp8", fp8_scales="row"))
     assert not any(op.fp8 for op in work.weight_gradients if isinstance(op, Product))

@@ -102,7 +102,7 @@ def candidates(estimator: Estimator, batch: int, pins: Pins) -> Iterator[list[Pa
     precision = pins.precision or default_precision(device)
     device.peak(ParallelPlan(precision=precision).peak_dtype)  # refuses a dtype the device lacks
     recomputes = [pins.recompute] if pins.recompute else _recomputes(attention)
-    said = ("prefetch", "offload", "slices")
+    said = ("prefetch", "offload", "slices", "fp8_scales")
     as_said = {name: value for name in said if (value := getattr(pins, name)) is not None}
     for tp, pp, dp, cp in meshes(estimator, pins):
         if batch % dp:
@@ -165,6 +165,7 @@ def _shared(estimator: Estimator, tp: int, dp: int, cp: int, pins: Pins) -> list
     """How many ranks may share out experts, how many of tp each, and how those that share sequences may exchange.
     Where ranks of tp have whole experts, all of them have different ones, unless that is fixed."""
     model, exchanges = estimator.model, cp_exchanges(estimator.model, tp, cp)
+    in_fp8: dict[str, Any] = {"precision": pins.precision or "bf16", "fp8_scales": pins.fp8_scales or "tensor"}
     whole = [1] if model.experts and tp > 1 and pins.sequence_parallel is not False else []
     spreads = []
     for expert_tp in [0, *whole] if pins.expert_tp is None else [pins.expert_tp]:
@@ -179,7 +180,7 @@ def _shared(estimator: Estimator, tp: int, dp: int, cp: int, pins: Pins) -> list
         if why_not(
             model,
             ParallelPlan(
-                tp=tp, dp=dp, cp=cp, ep=ep, cp_exchange=how, expert_tp=expert_tp, sequence_parallel=tp > 1,
+                tp=tp, dp=dp, cp=cp, ep=ep, cp_exchange=how, expert_tp=expert_tp, sequence_parallel=tp > 1, **in_fp8,
             ),
         ) is None
     ]  # fmt: skip
