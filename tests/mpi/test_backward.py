@@ -22,6 +22,7 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.launch import call
 from tilemesh.launch.start import find_mpiexec
 from tilemesh.parallel import ColumnSplit, Mesh, Region, VocabularySplit, lay
+from tilemesh.parallel.apply import _sums_of_bits
 from tilemesh.parallel.buckets import Bucket, Bucketed
 from tilemesh.parallel.gradients import Gradients, GradientStep, Parts, read, settle
 
@@ -592,6 +593,20 @@ def test_ranks_with_other_weights_take_those_of_the_first() -> None:
             assert all(torch.equal(gathered[name], first[name]) for name in gathered)
 
     run_threads(2, main)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (257,), (40, 50)])
+def test_tensors_of_other_bits_are_told_apart(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    count = math.prod(shape)
+    whole = torch.randint(0, 2, (count + 3,), generator=torch.Generator().manual_seed(0)).to(dtype)
+    tensor = whole[3:].view(shape)  # which need not begin at a word
+    sums = _sums_of_bits(tensor)
+    assert torch.equal(sums, _sums_of_bits(tensor.clone()))
+    for place in range(0, count, 97):
+        other = tensor.clone()
+        other.view(-1)[place] = 1 - int(other.view(-1)[place])
+        assert not torch.equal(sums, _sums_of_bits(other))
 
 
 def test_ranks_without_memory_beside_others_with_it_are_refused() -> None:

@@ -328,12 +328,22 @@ def _take_first(model: nn.Module, comm: Communicator) -> None:
         return
     digest = hashlib.sha256()
     for tensor in tensors.values():
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(_sums_of_bits(tensor).cpu().numpy().data)
     rows = comm.all_gather(np.frombuffer(digest.digest(), np.uint8).reshape(1, -1))
     if (rows != rows[0]).any():
         for name, value in handed_around(comm, tensors, root=0):
             if comm.rank:
                 tensors[name].copy_(value)
+
+
+def _sums_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Sums of 64 stretches of a tensor's memory as whole numbers, and the bytes behind them: what tells the weights of
+    ranks apart at the speed of the memory, where a digest of all would take minutes of a large model."""
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    flat = flat.clone() if flat.storage_offset() % 8 else flat
+    words = flat.numel() // 512
+    sums = flat[: 512 * words].view(torch.int64).view(64, words).sum(1)
+    return torch.cat([sums, flat[512 * words :].long()])
 
 
 def _require_fit(model: nn.Module, mesh: Mesh, plan: ParallelPlan) -> None:
