@@ -417,6 +417,20 @@ def test_without_gradients_a_loss_makes_none():
         assert kernels.linear_cross_entropy(normal(4, 3), normal(5, 3), torch.tensor([0, 1, 2, 3]), **INTERPRET) > 0
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_sum_over_rows_that_float16_cannot_hold_is_scaled_before_it_must(overwrite: bool) -> None:
+    """The mean over rows is taken by the gradient from above, and so is whatever scales a loss in float16."""
+    x, target = torch.full((8, 8), 20_000.0, dtype=torch.float16), torch.zeros(8, dtype=torch.int64)
+    for classes in (5, 8):
+        weight = torch.zeros(classes, 8, dtype=torch.float16, requires_grad=True)
+        loss = kernels.linear_cross_entropy(x, weight, target, reduction="sum", overwrite=overwrite, **INTERPRET)
+        (loss / 8).backward()
+        expected = torch.full((classes, 8), 20_000 / classes)
+        expected[0] -= 20_000
+        assert weight.grad is not None
+        torch.testing.assert_close(weight.grad.float(), expected, rtol=1e-3, atol=0)
+
+
 def test_a_gradient_over_the_logits():
     logits, target = normal(4, 6, grad=True), torch.tensor([1, -100, 5, 0])
     copied = logits * 1

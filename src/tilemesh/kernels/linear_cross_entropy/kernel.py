@@ -20,6 +20,7 @@ from tilemesh.kernels.lanes import group_of
 from tilemesh.kernels.launch.call import Place
 from tilemesh.kernels.launch.steps import Argument, LaunchPlan, Pointer, Step, blocks
 from tilemesh.kernels.linear_cross_entropy.cost import chunk_rows
+from tilemesh.kernels.linear_cross_entropy.reference import held_dtype
 from tilemesh.kernels.rows import by_rows
 
 _BLOCK = 4096
@@ -74,10 +75,11 @@ def forward(
     if reduction == "mean":
         upstream = upstream / (targets != ignore_index).sum()
     dx = torch.empty(x.shape if differentiated else (0,), dtype=x.dtype, device=x.device)
-    dweight = torch.empty(weight.shape if differentiated else (0,), dtype=weight.dtype, device=x.device)
+    held = held_dtype(weight.dtype)
+    dweight = torch.empty(weight.shape if differentiated else (0,), dtype=held, device=x.device)
     total = dweight
     if differentiated:
-        is_summed_there = kind == x.dtype and table is weight
+        is_summed_there = kind == held and table is weight
         total = dweight if is_summed_there else torch.empty(table.shape, dtype=kind, device=x.device)
         if not rows.shape[0]:
             total.zero_()
@@ -106,7 +108,7 @@ def forward(
 def backward(
     launch: Any, gradients: tuple[Tensor, ...], arguments: tuple[Any, ...], kept: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor, None]:
-    *_, overwrite, _ = arguments
+    weight, overwrite = arguments[1], arguments[-2]
     made = []
     for gradient in kept:
         if overwrite:
@@ -116,7 +118,7 @@ def backward(
             gradient = gradient.clone()
         launch(scale_plan, {"value": gradient.view(-1), "factor": gradients[0]}, written=("value",))
         made.append(gradient)
-    return made[0], made[1], None
+    return made[0], made[1].to(weight.dtype), None
 
 
 def _aligned(weight: Tensor) -> Tensor:

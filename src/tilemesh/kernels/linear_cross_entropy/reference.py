@@ -40,7 +40,13 @@ def gradient_of_x(x: Tensor, weight: Tensor, target: Tensor, *options: object) -
 
 
 def gradient_of_weight(x: Tensor, weight: Tensor, target: Tensor, *options: object) -> Tensor:
-    return weight.new_empty(weight.shape if options[-1] else (0,))
+    return weight.new_empty(weight.shape if options[-1] else (0,), dtype=held_dtype(weight.dtype))
+
+
+def held_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of the weight's gradient until it is scaled: a sum over all rows may be too large for float16, whose loss scale
+    comes with the scaling."""
+    return torch.float32 if dtype is torch.float16 else dtype
 
 
 @operator(
