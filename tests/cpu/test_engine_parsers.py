@@ -93,9 +93,12 @@ def test_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for job in jobs("deepspeed"):
         monkeypatch.setattr(theirs.dist, "get_rank", lambda: 0)
-        monkeypatch.setattr(theirs.dist, "get_world_size", lambda plan=job.plan: plan.dp)
+        monkeypatch.setattr(theirs.dist, "get_world_size", lambda plan=job.plan: plan.world)
         read = theirs.DeepSpeedConfig(json.loads(engine_files(DEEPSPEED, job, "")[DEEPSPEED.file]))
-        assert (read.train_batch_size, read.gradient_accumulation_steps) == (job.plan.batch, job.plan.accumulation)
+        assert (read.train_batch_size, read.gradient_accumulation_steps) == (
+            job.plan.batch * job.plan.tp,  # it counts all ranks
+            job.plan.accumulation,
+        )
         assert int(read.zero_config.stage) == job.plan.zero
         assert (read.zero_config.offload_optimizer is not None) == ("optimizer" in job.plan.offloads)
 

@@ -35,7 +35,7 @@ LINES = {
     ),
     "deepspeed": lambda s: (
         f"[timer.py:264:stop] epoch=0/micro_step=80/global_step=10, RunningAvgSamplesPerSec=1.0, "
-        f"CurrSamplesPerSec={PLAN.batch / s}, MemAllocated=1.0GB, MaxMemAllocated=61.5GB"
+        f"CurrSamplesPerSec={PLAN.batch * PLAN.tp / s}, MemAllocated=1.0GB, MaxMemAllocated=61.5GB"
     ),
 }  # fmt: skip
 

