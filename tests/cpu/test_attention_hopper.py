@@ -102,6 +102,21 @@ def test_queries_that_see_none_of_the_keys_end():
     assert not dq.any()
 
 
+def test_sequences_that_do_not_ascend_end():
+    """Lengths given as `starts`, say, which nobody looks at on a GPU: results are wrong, but there are some."""
+    q, k = heads(1, 200, 64, 0), heads(1, 200, 64, 1)
+    token, mask = torch.arange(200, dtype=torch.int32), plan.Mask(False, 0, 0.125)
+    first = torch.where((token >= 128) & (token < 160), 128, 0).int()
+    last = torch.where(token < 64, 200, 130).int().maximum(token + 1)
+    given = {"q": q, "k": k, "v": k, "first": first, "last": last}
+    made = {name: torch.empty(q.shape).half() for name in ("y", "dk", "dv", "dq")}
+    kept, delta = torch.zeros(1, 1, 200), torch.ones(1, 1, 200)
+    emulate(plan.forward_plan, {**given, "y": made["y"], "kept": kept}, mask)
+    both = {**given, "grad": q, "kept": kept, "delta": delta}
+    emulate(plan.keys_back_plan, {**both, "dk": made["dk"], "dv": made["dv"]}, mask)
+    emulate(plan.queries_back_plan, {**both, "dq": made["dq"]}, mask)
+
+
 def test_the_stand_in_notices_a_lost_arrival():
     q = heads(1, 300, 64, 0)
     tensors = {"q": q, "k": q, "v": q, "y": torch.zeros(q.shape).half(), "kept": torch.zeros(1, 1, 300)}

@@ -79,11 +79,12 @@ def queries_of(
 def spans(low0, high0, low1, high1, BLOCK: tl.constexpr):
     """Of what lies between the first element's low and the last one's high: begin, full, rest, end.
 
-    Whole blocks; between `full` and `rest` no element needs a mask.
+    Whole blocks; between `full` and `rest` no element needs a mask. All lie between `begin` and `end`, whatever bounds
+    are given: who loads these blocks does not count them twice.
     """
     begin = low0 // BLOCK * BLOCK
-    full = tl.minimum((low1 + BLOCK - 1) // BLOCK * BLOCK, high1)
-    rest = tl.maximum(high0 // BLOCK * BLOCK, full)
+    full = tl.maximum(tl.minimum((low1 + BLOCK - 1) // BLOCK * BLOCK, high1), begin)
+    rest = tl.maximum(tl.minimum(high0, high1) // BLOCK * BLOCK, full)
     return begin, full, rest, high1
 
 
