@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import itertools
 import json
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -431,3 +434,54 @@ def test_replicas_that_share_experts_are_timed_beside_their_prediction(
     assert "shares of what is served offline" in capsys.readouterr().err
     assert main([*words, "--steps", "2"]) == 2
     assert "leave --steps, --features and --peers out" in capsys.readouterr().err
+
+
+class LlamaLibrary:
+    """As much of llama.cpp as its peer calls: the next token is the last one plus 1."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, list[tuple[int, int]]] = {}
+        self.widths: list[int] = []
+        self.drawn = 0
+        self.llama_log_callback, self.llama_vocab_n_tokens = (lambda call: call), (lambda vocabulary: 64)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: SimpleNamespace()
+
+    def llama_batch_init(self, tokens: int, _: int, __: int) -> Any:
+        return SimpleNamespace(
+            token=[0] * tokens, pos=[0] * tokens, logits=[False] * tokens, n_seq_id=[0] * tokens,
+            seq_id=[[-1] for _ in range(tokens)], n_tokens=0,
+        )  # fmt: skip
+
+    def llama_decode(self, context: Any, batch: Any) -> int:
+        self.tokens = batch.token[: batch.n_tokens]
+        self.widths.append(batch.n_tokens)
+        for at in range(batch.n_tokens):
+            assert batch.n_seq_id[at] == 1
+            self.seen.setdefault(batch.seq_id[at][0], []).append((batch.pos[at], batch.token[at]))
+        return 0
+
+    def llama_get_logits_ith(self, context: Any, at: int) -> Any:
+        self.drawn += 1
+        logits = np.zeros(64, np.float32)
+        logits[(self.tokens[at] + 1) % 64] = 1
+        return logits.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+
+
+def test_llama_cpp_decodes_all_that_has_begun_beside_chunks_of_prompts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    library = LlamaLibrary()
+    monkeypatch.setitem(sys.modules, "llama_cpp", library)  # type: ignore[arg-type]
+    (tmp_path / "llama-bf16.gguf").touch()
+    peer = peer_process.LlamaCpp(tmp_path, "bf16", "cpu")
+    monkeypatch.setattr(peer, "STEP_TOKENS", 8)
+    requests = [{"prompt": [1, 2, 3], "output": 5}, {"prompt": list(range(10, 22)), "output": 2}]
+    peer.generate(requests)
+    assert library.seen == {
+        0: list(enumerate([1, 2, 3, 4, 5, 6, 7])),
+        1: list(enumerate([*range(10, 22), 22])),
+    }
+    assert library.widths == [8, 8, 2, 1, 1]
+    assert library.drawn == 7

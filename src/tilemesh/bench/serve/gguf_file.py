@@ -30,8 +30,8 @@ _ENDS = {
 }
 
 
-def write_gguf(folder: Path, path: Path) -> None:
-    """The model of a Hugging Face folder."""
+def write_gguf(folder: Path, path: Path, single: bool = False) -> None:
+    """The model of a Hugging Face folder, its matrices in 16 bits or in float32 (`single`)."""
     gguf = import_module("gguf")
     config = read_config(folder)
     if config.norm != "rmsnorm" or config.activation != "swiglu" or config.positions != "rotary" or config.biases:
@@ -48,7 +48,7 @@ def write_gguf(folder: Path, path: Path) -> None:
     writer.add_rope_dimension_count(config.head_width)
     writer.add_rope_freq_base(config.rotary_base)
     writer.add_vocab_size(config.vocabulary)
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32 if single else gguf.LlamaFileType.MOSTLY_F16)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("llama-bpe")
     writer.add_token_list([f"t{number}" for number in range(config.vocabulary)])
@@ -65,7 +65,7 @@ def write_gguf(folder: Path, path: Path) -> None:
                 heads = config.heads if "fc_q" in rest else config.kv_heads
                 halves = tensor.view(heads, 2, config.head_width // 2, config.width)
                 tensor = halves.transpose(1, 2).reshape(tensor.shape)
-        wanted = torch.float32 if tensor.dim() == 1 else torch.float16
+        wanted = torch.float32 if single or tensor.dim() == 1 else torch.float16
         writer.add_tensor(target, tensor.to(wanted).contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

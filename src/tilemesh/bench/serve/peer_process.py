@@ -220,13 +220,88 @@ class CTranslate2:
             raise RunError(f"ctranslate2 gave {tokens} tokens of {most * len(load)}")
 
 
+class LlamaCpp:
+    """llama.cpp: requests are sequences of one context, and each step decodes a token of every one that has begun and
+    as many tokens of prompts as fit beside them."""
+
+    STEP_TOKENS = 512
+
+    def __init__(self, folder: Path, dtype: str, device: str) -> None:
+        if device != "cpu":
+            raise RunError("llama.cpp runs on CPUs here")
+        from tilemesh.bench.serve.gguf_file import write_gguf
+
+        self._cpp, path = import_module("llama_cpp"), folder / f"llama-{dtype}.gguf"
+        self._quiet = self._cpp.llama_log_callback(lambda *_: None)
+        self._cpp.llama_log_set(self._quiet, None)
+        self._cpp.llama_backend_init()
+        if not path.exists():
+            write_gguf(folder, path, single=dtype == "fp32")
+        options = self._cpp.llama_model_default_params()
+        self._model = self._cpp.llama_model_load_from_file(str(path).encode(), options)
+        if not self._model:
+            raise RunError("llama.cpp does not read the GGUF file")
+        self._vocabulary = self._cpp.llama_vocab_n_tokens(self._cpp.llama_model_get_vocab(self._model))
+        self._kept = 0 if dtype == "fp32" else 1  # GGML_TYPE_F32, GGML_TYPE_F16: of keys and values
+        self._context, self._room = None, (0, 0)
+        self._batch = self._cpp.llama_batch_init(self.STEP_TOKENS, 0, 1)
+
+    def generate(self, load: Sequence[AskedRequest]) -> None:
+        numpy = import_module("numpy")
+        self._make_room(len(load), max(len(request["prompt"]) + int(request["output"]) for request in load))
+        waiting = [(number, list(request["prompt"])) for number, request in enumerate(load)]
+        left = [int(request["output"]) for request in load]
+        places, following = [0] * len(load), dict[int, int]()
+        while waiting or following:
+            entries = [(number, token, True) for number, token in following.items()]
+            while waiting and len(entries) < self.STEP_TOKENS:
+                number, prompt = waiting[0]
+                some = prompt[: self.STEP_TOKENS - len(entries)]
+                del prompt[: len(some)]
+                entries += [(number, token, False) for token in some]
+                if not prompt:
+                    entries[-1] = (number, some[-1], True)
+                    waiting.pop(0)
+            for at, (number, token, drawn) in enumerate(entries):
+                self._batch.token[at], self._batch.pos[at], self._batch.logits[at] = token, places[number], drawn
+                self._batch.n_seq_id[at], self._batch.seq_id[at][0] = 1, number
+                places[number] += 1
+            self._batch.n_tokens = len(entries)
+            if self._cpp.llama_decode(self._context, self._batch):
+                raise RunError("llama.cpp could not decode a step")
+            for at, (number, _, drawn) in enumerate(entries):
+                if drawn:
+                    logits = self._cpp.llama_get_logits_ith(self._context, at)
+                    following[number] = int(numpy.ctypeslib.as_array(logits, (self._vocabulary,)).argmax())
+                    left[number] -= 1
+                    if not left[number]:
+                        del following[number]
+
+    def _make_room(self, sequences: int, longest: int) -> None:
+        """An empty context that is large enough; one that is kept."""
+        if sequences > self._room[0] or longest > self._room[1]:
+            if self._context:
+                self._cpp.llama_free(self._context)
+            self._room = (max(sequences, self._room[0]), -(-max(longest, self._room[1]) // 256) * 256)
+            options = self._cpp.llama_context_default_params()
+            options.n_seq_max, options.n_ctx = self._room[0], self._room[0] * self._room[1]
+            options.n_batch = options.n_ubatch = self.STEP_TOKENS
+            options.n_threads = options.n_threads_batch = available_cores()
+            options.type_k = options.type_v = self._kept
+            self._context = self._cpp.llama_init_from_model(self._model, options)
+            if not self._context:
+                raise RunError("llama.cpp made no context")
+        self._cpp.llama_memory_clear(self._cpp.llama_get_memory(self._context), True)
+
+
 _MAKERS: Mapping[str, Callable[[Path, str, str], ServePeer]] = {
     "transformers-static": TransformersStatic,
     "transformers-continuous": TransformersContinuous,
     "openvino-genai": OpenVino,
     "ctranslate2": CTranslate2,
+    "llama.cpp": LlamaCpp,
 }
-_PACKAGES = {"openvino-genai": "openvino-genai", "ctranslate2": "ctranslate2"}
+_PACKAGES = {"openvino-genai": "openvino-genai", "ctranslate2": "ctranslate2", "llama.cpp": "llama-cpp-python"}
 
 
 def main(name: str, folder: str, dtype: str, device: str) -> None:

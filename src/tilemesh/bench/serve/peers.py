@@ -28,6 +28,7 @@ PEERS: Mapping[str, tuple[str, ...]] = {
     "transformers-continuous": ("transformers",),
     "openvino-genai": ("openvino_genai", "gguf"),
     "ctranslate2": ("ctranslate2", "transformers"),
+    "llama.cpp": ("llama_cpp", "gguf"),
 }
 """By name: the packages that it needs. None of them is a dependency of ours."""
 _OPEN_S, _RUN_S = 120.0, 300.0

@@ -62,7 +62,7 @@ class ServeBenchOptions:
         (), "Also with and without prefix, chunks, pages, guesses, packed, adapters, start; or all.", "A,B,..."
     )
     peers: Annotated[tuple[str, ...], Commas("none"), Known("peer", "tilemesh.bench.serve.peers:PEERS")] = option(
-        (), "transformers-static, transformers-continuous, openvino-genai, ctranslate2; or none.", "A,B"
+        (), "transformers-static, transformers-continuous, openvino-genai, ctranslate2, llama.cpp; or none.", "A,B"
     )
     blocks: Annotated[int, Range(0, 1000)] = option(3, "Offline: how many turns each gets; 0: no offline.", "N")
     running: Count = option(64, "Most requests at a time.", "N")
