@@ -115,6 +115,30 @@ def test_stages_on_unequal_ranks_train_as_one_process(
         torch.testing.assert_close(state[name], value, atol=1e-10, rtol=1e-10, msg=name)
 
 
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x * self.scale, 0.5)
+
+
+class Mean(Dropping):
+    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
+        return super().forward(x).mean()
+
+
+def test_stages_drop_other_elements() -> None:
+    """A quarter is left and scaled by four. With the same mask twice it would be half."""
+    ones = torch.ones(64, 64, dtype=D)
+
+    def rank(comm: Communicator) -> float:
+        return stage([Dropping(), Mean()], comm, [{}, {}], [([ones], [])]).step([([ones], [])]).item()
+
+    assert run_threads(2, rank)[0] == pytest.approx(1, abs=0.2)
+
+
 def test_what_the_dynamic_program_cut_runs() -> None:
     """Three ranks, the first twice as quick: layers and ranks of each stage are those of its answer."""
     torch.manual_seed(0)

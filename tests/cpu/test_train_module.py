@@ -21,6 +21,7 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.parallel.placed import PlacedModule
 from tilemesh.runs.folder import new_run
 from tilemesh.runs.kind import MODULE
+from tilemesh.runs.metrics import latest
 from tilemesh.train import load_config
 from tilemesh.train.config import TrainConfig, of_run
 from tilemesh.train.export import STATE_FILE, export
@@ -286,6 +287,36 @@ def test_modules_in_a_row_train_on_stages_and_go_on_on_others(tmp_path: Path) ->
     assert summaries[0]["held_out"] == pytest.approx(summaries[1]["held_out"], abs=1e-10)
     assert summaries[0]["module"]["placements"].keys() == want.keys()
     assert summaries[0]["parameters"] == sum(value.numel() for value in want.values())
+
+
+DROPPING = """
+import torch
+from torch import nn
+
+
+class Dropping(nn.Module):
+    def __init__(self, ends):
+        super().__init__()
+        self.scale, self.ends = nn.Parameter(torch.ones(())), ends
+
+    def forward(self, x):
+        x = nn.functional.dropout(x * self.scale, 0.5)
+        return x.mean() if self.ends else x
+
+
+def make():
+    return [Dropping(False), Dropping(True)], lambda step: [torch.ones(64, 64)]
+"""
+
+
+def test_stages_of_a_run_drop_other_elements(tmp_path: Path) -> None:
+    """A quarter is left and scaled by four. With the same mask twice it would be half."""
+    (tmp_path / "program.py").write_text(DROPPING)
+    sets = ["train.steps=2", "optimizer.lr=0", "evaluate.every=0", "train.trace_steps=0"]
+    trained(load_config(f"{tmp_path}/program.py:make", mesh="pp=2", sets=sets), tmp_path / "run")
+    losses = [line["loss"] for line in latest(tmp_path / "run") if line["kind"] == "step"]
+    assert losses == pytest.approx([1, 1], abs=0.2)
+    assert losses[0] != losses[1]
 
 
 def test_without_stages_microbatches_pass_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -292,7 +292,8 @@ class PlacedModule(nn.Module):
         self._load(own, root=0)
         self.generator = torch.Generator(call.tensors[0].device)
         self.generator.manual_seed(int(tell(mesh.comm, str(torch.initial_seed()))))
-        self.generators = [self.generator]
+        self.generators = {0: self.generator}
+        """Of dropout, by their modules' numbers in a pipeline."""
         self.programs = {self._key(call): PlacedProgram(joint, mesh, self.generator)}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

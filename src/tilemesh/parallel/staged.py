@@ -27,6 +27,7 @@ from tilemesh.core.step.book import build
 from tilemesh.core.step.passes import exchange
 from tilemesh.graph.by_torch import dtype_of
 from tilemesh.graph.size import numbers
+from tilemesh.model.dropout import fold_seed
 from tilemesh.parallel.agree import tell
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.placed import Pins, PlacedJoint, PlacedModule, place
@@ -202,6 +203,7 @@ def stage(
             called = [*example, *(microbatches[0][1] if is_last else ())]
             own_pins: Pins = pins[number] if pins else MappingProxyType({})
             placed = place(module, mesh, own_pins, called, joint=joints(module, mesh, own_pins, called))
+            placed.generator.manual_seed(fold_seed(placed.generator.initial_seed(), number))  # its own, in dropout too
             trace = next(iter(placed.programs.values())).trace
             [given, *others] = trace.graph.outputs[: trace.results]
             if others:

@@ -151,9 +151,8 @@ class ModuleLessons(Lessons):
         def loss(*tensors: Tensor) -> tuple[Tensor, Tensor]:
             if self.placed.training and not source.recorder.at_pass.microbatch:
                 # Dropout's numbers follow from the step's, so that a run can go on.
-                seed = fold_seed(self.config.train.seed, source.recorder.step)
-                for generator in self.placed.generators:
-                    generator.manual_seed(seed)
+                for number, generator in self.placed.generators.items():
+                    generator.manual_seed(fold_seed(self.config.train.seed, source.recorder.step, number))
             args, kwargs = self.first.arguments(tensors)
             return self._loss(self.placed(*args, **kwargs)), torch.ones(())
 

@@ -65,8 +65,9 @@ class StagedCall(nn.Module):
         return super().train(mode)
 
     @property
-    def generators(self) -> list[torch.Generator]:
-        return [placed.generator for placed in self.placed]
+    def generators(self) -> dict[int, torch.Generator]:
+        [staged] = self.parts
+        return {number: chunk.placed.generator for number, chunk in staged.passers.items()}
 
     def gradient_norm(self) -> float:
         return gradient_norm(self, self.shards, self.mesh.comm)
