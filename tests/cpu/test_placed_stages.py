@@ -115,6 +115,14 @@ def test_stages_on_unequal_ranks_train_as_one_process(
         torch.testing.assert_close(state[name], value, atol=1e-10, rtol=1e-10, msg=name)
 
 
+def test_modules_that_share_a_parameter_are_no_stages() -> None:
+    table, head = nn.Linear(8, 8, dtype=D), nn.Linear(8, 8, dtype=D)
+    head.weight = table.weight
+    microbatches = [([torch.zeros(4, 8, dtype=D)], [torch.zeros(4, 8, dtype=D)])]
+    with pytest.raises(UsageError, match=r"body\.weight of module 1 of a pipeline is weight of module 0"):
+        run_threads(2, lambda comm: stage([table, Ending(head)], comm, [{}, {}], microbatches))
+
+
 class Dropping(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -188,6 +188,7 @@ def stage(
     per_stage, uneven = divmod(len(modules), len(meshes))
     if uneven or not modules:
         raise UsageError(f"{len(modules)} modules on {len(meshes)} stages: give as many to each")
+    _require_apart(modules)
     program = exchange(build(schedule, len(meshes), len(microbatches), per_stage if per_stage > 1 else None))
     own = next(at for at in range(len(sizes)) if comm.rank < sum(sizes[: at + 1]))
     ranks = comm.split(own)
@@ -215,6 +216,19 @@ def stage(
         example = [torch.empty(shape, dtype=dtype_of(dtype), device=example[0].device, requires_grad=True)]
     run = StepRunner(program, leads, chunks) if leads is not None else partial(_follow, program.actions[own], chunks)
     return StagedModule(comm, chunks, run, [sum(sizes[:at]) for at in stages])
+
+
+def _require_apart(modules: Sequence[nn.Module]) -> None:
+    owners: dict[int, str] = {}
+    for number, module in enumerate(modules):
+        for name, parameter in module.named_parameters():
+            own = f"{name} of module {number}"
+            owner = owners.setdefault(id(parameter), own)
+            if owner != own and parameter.requires_grad:
+                raise UsageError(
+                    f"{own} of a pipeline is {owner}, and each would train a copy by its own part of the gradient: give "
+                    "each module its own, or train them as one stage"
+                )
 
 
 def _follow(actions: Sequence[Action], chunks: Mapping[int, PlacedChunk]) -> None:
