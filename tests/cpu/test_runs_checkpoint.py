@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +16,11 @@ from safetensors.torch import load_file
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.shard import Cut, Shard
 from tilemesh.graph.ops import DTYPES
-from tilemesh.runs import names
+from tilemesh.runs import names, tensors
 from tilemesh.runs.checkpoint import FAILED, IDLE, WRITTEN, Writer, sweep
 from tilemesh.runs.manifest import WRITING, DamagedError, checkpoints
 from tilemesh.runs.reader import Reader, open_checkpoint
-from tilemesh.runs.tensors import parts_of, read_tensors, write_tensors
+from tilemesh.runs.tensors import Part, parts_of, read_tensors, snapshot, write_tensors
 
 WHOLE = torch.arange(7 * 10, dtype=torch.float32).reshape(7, 10)
 
@@ -146,3 +147,15 @@ def test_tensors_of_every_dtype_that_a_traced_module_may_have_are_kept(tmp_path:
     for read in (read_tensors(tmp_path / "tensors"), load_file(tmp_path / "tensors")):
         assert {name: value.dtype for name, value in read.items()} == {n: v.dtype for n, v in tensors.items()}
         assert all(torch.equal(read[name], value) for name, value in tensors.items())
+
+
+def test_a_snapshot_waits_for_a_gpu_whose_copies_are_behind_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[None] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(None))
+    monkeypatch.setattr(tensors, "_copied", lambda tensor: tensor)
+    here, there = (SimpleNamespace(is_cuda=on, is_pinned=lambda on=on: on) for on in (False, True))
+    of = [Part(name, name, (0,), (1,), tensor) for name, tensor in (("master", here), ("bias", there))]  # type: ignore[arg-type]
+    snapshot(of[:1])
+    assert not waits
+    snapshot(of)
+    assert waits

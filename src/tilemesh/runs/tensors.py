@@ -124,7 +124,7 @@ def parts_of(name: str, mine: Shard, local: Tensor) -> list[Part]:
 def snapshot(parts: Iterable[Part]) -> list[tuple[Part, Tensor]]:
     """Copies in this machine's memory that training does not change."""
     copies = [(part, _copied(part.tensor)) for part in parts]
-    if copies and copies[0][1].is_pinned():
+    if any(part.tensor.is_cuda for part, _ in copies):  # not all are, where states are on the host
         torch.cuda.synchronize()
     return copies
 
