@@ -24,6 +24,7 @@ from tilemesh.train.check import check_machine, check_values
 from tilemesh.train.config import LogConfig
 from tilemesh.train.loggers import NAMES, Loggers
 from tilemesh.train.loop import Interrupt, Progress
+from tilemesh.train.steps import Stepper
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +76,14 @@ class TestEarlyStopping:
         assert summary["best"] == {"step": 2, "held_out": seen[2]}
         assert summary["ended_early"].startswith("early stopping")
         assert "evaluate.patience" in summary["ended_early"]
+
+    def test_it_ends_where_no_loss_was_ever_a_number(
+        self, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(Stepper, "evaluate", lambda self: math.nan)
+        result, said = trained(made(text, "dp=1,tp=1", self.SETS, "sample.tokens=0"), tmp_path / "run")
+        assert result.step == 4
+        assert any("no held-out loss that is a number in 2 evaluations" in line for line in said)
 
     def test_the_sample_begins_as_the_own_text_does(self, stopped: Path, text: str) -> None:
         begin = Path(text).read_text()[:8]

@@ -226,8 +226,8 @@ def _require_apart(modules: Sequence[nn.Module]) -> None:
             owner = owners.setdefault(id(parameter), own)
             if owner != own and parameter.requires_grad:
                 raise UsageError(
-                    f"{own} of a pipeline is {owner}, and each would train a copy by its own part of the gradient: give "
-                    "each module its own, or train them as one stage"
+                    f"{own} of a pipeline is {owner}, and each would train a copy by its own part of the gradient: "
+                    "give each module its own, or train them as one stage"
                 )
 
 

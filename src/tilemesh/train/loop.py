@@ -333,9 +333,11 @@ class Loop:
         if not patience or progress.evaluations_since_best < patience:
             return False
         if progress.step < self.config.train.steps:
+            best = progress.best_held_out
+            lower = "that is a number" if best is None else f"below {best:.4f}, that of step {progress.best_step},"
             self.ended_early = (
-                f"early stopping: no held-out loss below {progress.best_held_out:.4f}, that of step "
-                f"{progress.best_step}, in {progress.evaluations_since_best} evaluations (evaluate.patience)"
+                f"early stopping: no held-out loss {lower} in {progress.evaluations_since_best} evaluations "
+                "(evaluate.patience)"
             )
             self.optimizer.stop()
         return True
