@@ -132,6 +132,9 @@ def test_a_run_of_local_updates_is_predicted_by_its_averages(monkeypatch: pytest
     assert (
         "method.compress=top-k takes to make its messages is not modelled" in told("method.compress=top-k")["missing"]
     )
+    assert "Muon takes to make matrices orthogonal is not modelled" in told("optimizer.name=muon")["missing"]
+    taught = load_config("tiny").changed(distill={"teacher": Path("teacher")})
+    assert "a teacher beside the student takes is not modelled" in predict_run(taught, ())["missing"]
 
 
 def test_a_range_lies_around_its_prediction() -> None:

@@ -43,11 +43,17 @@ gradient."""
 
 def predict_run(config: TrainConfig, gpus: Sequence[str]) -> dict[str, Any]:
     """Step time, memory and exchange share as the planner sees them; or why it cannot."""
+    why = ""
     if config.lora.rank:
-        return {"missing": "the planner: training adapters beside frozen weights is not modelled", **stamp()}
-    if config.method.compress != "none":
-        why = f"what method.compress={config.method.compress} takes to make its messages is not modelled"
-        return {"missing": f"the planner: {why}", **stamp()}
+        why = "training adapters beside frozen weights"
+    elif config.method.compress != "none":
+        why = f"what method.compress={config.method.compress} takes to make its messages"
+    elif config.distill.teacher is not None:
+        why = "what a teacher beside the student takes"
+    elif config.optimizer.name == "muon":
+        why = "what Muon takes to make matrices orthogonal"
+    if why:
+        return {"missing": f"the planner: {why} is not modelled", **stamp()}
     on_gpu = bool(gpus) and config.train.device != "cpu"
     try:
         known = _clusters(config, gpus, on_gpu)
