@@ -18,7 +18,7 @@ from tilemesh.graph.backend import tilemesh
 from tilemesh.graph.by_torch import run_torch
 from tilemesh.graph.emit import program
 from tilemesh.graph.evaluate import run_numpy
-from tilemesh.graph.ir import Graph
+from tilemesh.graph.ir import Graph, make
 from tilemesh.graph.kernel_call import embedding_gradient
 from tilemesh.graph.memory import lifetimes, live_bytes
 
@@ -273,3 +273,20 @@ def test_a_tables_gradient_is_added_up_in_more_digits() -> None:
     exact = torch.ops.aten.embedding_dense_backward(gradient.double(), tokens, 2, -1, False)
     ours = embedding_gradient(gradient, tokens, 2, -1, False)
     assert bool(((ours.double() - exact).abs() <= 2.0**-24 * exact.abs()).all())
+
+
+def test_a_view_is_one_call() -> None:
+    """On small tensors each call from Python costs as much as an operator; a part that others read stays a slice."""
+    x, v, w = (build.argument(name, shape) for name, shape in (("x", [4, 3, 5]), ("v", [4]), ("w", [3])))
+    middle, last = build.part(x, 1, 1, 2), build.part(x, 1, 2, 3)
+    turned = make("transpose", build.reshape(middle, [4, 5]), order=(1, 0))
+    between = make("broadcast", w, shape=(4, 3, 5), dims=(1,))
+    outputs = (build.add(turned, build.expand(v, [5, 4])), last, build.reshape(last, [4, 5]), build.add(x, between))
+    graph = Graph((x, v, w), outputs)
+    run, given = program(graph), _values(graph)
+    assert run.source.count(".select(1, 1).") + run.source.count(".select(1, 1)\n") == 1
+    assert run.source.count(".narrow(") == 1
+    assert ".transpose(0, 1)" in run.source
+    assert run.source.count(".unsqueeze(") == 1
+    for ours, theirs in zip(run(*given), run_torch(graph, *given), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)

@@ -187,6 +187,17 @@ def test_transposes_that_meet_go() -> None:
     _met(back(chosen))
 
 
+def test_a_transposed_product_of_a_transposed_matrix_is_the_other_way_round() -> None:
+    """As in the gradient of x·xᵀ of a batch, which is added to the other half; a product that others read stays."""
+    x, y = build.argument("x", [5, 2, 3], "float64"), build.argument("y", [5, 2, 4], "float64")
+    back = lambda node: make("transpose", node, order=(0, 2, 1))  # noqa: E731
+    product = build.dot(back(x), y)
+    graph = _met(back(product), left=1)
+    assert graph.outputs[0].op == "dot"
+    both = Graph((x, y), (back(product), build.exp(product)))
+    assert simplify(both)[0].outputs == both.outputs
+
+
 def test_transposes_that_do_not_meet_stay() -> None:
     """Where an operand would have to be transposed instead, or a value between is read by others as well."""
     wide, tall = _argument("wide", 2, 5), _argument("tall", 5, 2)

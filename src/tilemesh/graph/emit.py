@@ -185,7 +185,19 @@ class _SourceWriter:
         """Products, and vectors as rows, that are written as part of the sum that alone reads them."""
         sums = [node for node in self.order if self._is_addmm(node)]
         vectors = {node.inputs[1] for node in sums if len(self.readers[node.inputs[1]]) == 1}
-        return {node.inputs[0] for node in sums} | (vectors - {*self.graph.outputs})
+        cut = {node.inputs[0] for node in self.order if self._selected(node)}
+        return {node.inputs[0] for node in sums} | (vectors - {*self.graph.outputs}) | cut
+
+    def _selected(self, node: Node) -> str:
+        """The call of a reshape that drops the one dim of which the slice before it keeps a single place; or none."""
+        part = node.inputs[0] if node.op == "reshape" else node
+        if self.steered or part.op != "slice" or len(self.readers[part]) > 1 or part in self.graph.outputs:
+            return ""
+        pairs = zip(part.shape, part.inputs[0].shape, strict=True)
+        cut = [dim for dim, (size, before) in enumerate(pairs) if size != before]
+        if len(cut) != 1 or part.shape[cut[0]] != 1 or node.shape != part.shape[: cut[0]] + part.shape[cut[0] + 1 :]:
+            return ""
+        return f".select({cut[0]}, {part['start'][cut[0]]})"
 
     def _is_addmm(self, node: Node) -> bool:
         if self.steered or node.op != "add" or len(node.shape) != 2:
@@ -217,6 +229,8 @@ class _SourceWriter:
         if self.steered:
             function = self._held(partial(_evaluated, node, self.device), "f")
             return f"{function}({', '.join(self._name(value) for value in node.inputs)})"
+        if self._selected(node):
+            return self._name(node.inputs[0].inputs[0]) + self._selected(node)
         names = [self._name(value) for value in node.inputs] if node.op != "opaque" else []
         row = primitive(node.op)
         if row.code:
@@ -304,9 +318,15 @@ def _broadcast_text(node: Node, x: str) -> str:
     shape, dims = numbers(node.shape), node["dims"]
     if list(dims) != sorted(dims):
         x += f".permute({[dims.index(dim) for dim in sorted(dims)]})"
-    for dim in range(len(shape)):
-        x += f".unsqueeze({dim})" if dim not in dims else ""
+    first = min(dims, default=len(shape))  # torch puts dims before it as it repeats
+    for dim in range(first, len(shape)):
+        x += f".unsqueeze({dim - first})" if dim not in dims else ""
     return f"{x}.expand({list(shape)})"
+
+
+def _transpose_text(node: Node, x: str) -> str:
+    moved = [dim for dim, place in enumerate(node["order"]) if dim != place]
+    return f"{x}.transpose({moved[0]}, {moved[1]})" if len(moved) == 2 else f"{x}.permute({list(node['order'])})"
 
 
 def _take_text(node: Node, table: str, index: str) -> str:
@@ -333,7 +353,7 @@ def _sum_text(node: Node, x: str) -> str:
 # Operators whose call is written out: what a function of `by_torch` reads from a node, it reads in every call.
 _TEXT: dict[str, Callable[..., str]] = {
     "reshape": lambda node, x: f"{x}.reshape({list(numbers(node.shape))})",
-    "transpose": lambda node, x: f"{x}.permute({list(node['order'])})",
+    "transpose": _transpose_text,
     "concat": lambda node, *xs: f"torch.cat([{', '.join(xs)}], {node['dim']})",
     "cast": lambda node, x: f"{x}.to({dtype_of(node.dtype)})",
     "amax": lambda node, x: f"torch.amax({x}, {list(node['dims'])})",

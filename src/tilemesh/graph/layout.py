@@ -5,7 +5,8 @@
 How many operators stand between them, and how many transposed operands they have, is no fixed pattern, so this is a
 pass and not a rule. It takes a transpose away only where no other one has to be put in its place: every operand is
 transposed already, a number, or repeated along dims that can be named in another order. The operators between are read
-by nobody else, so none is computed twice, and a program never has more to do than before.
+by nobody else, so none is computed twice, and a program never has more to do than before. A transposed product of a
+transposed matrix is the product the other way round.
 """
 
 from __future__ import annotations
@@ -34,10 +35,23 @@ def met_transposes(graph: Graph) -> tuple[Graph, list[Applied]]:
     for node in nodes:
         new[node] = rebuilt(node, [new[value] for value in node.inputs])
         between = _between(node, nodes, place, readers) if node.op == "transpose" else []
-        if between:
-            steps.append(Applied(NAME, new[node], _turned(between, node["order"], new)))
-            new[node] = steps[-1].after
+        after = _turned(between, node["order"], new) if between else _turned_product(node, readers, new)
+        if after is not None:
+            steps.append(Applied(NAME, new[node], after))
+            new[node] = after
     return (Graph(graph.inputs, tuple(new[node] for node in graph.outputs)) if steps else graph), steps
+
+
+def _turned_product(node: Node, readers: Mapping[Node, set[Node | None]], new: Mapping[Node, Node]) -> Node | None:
+    """(xᵀ · y)ᵀ of several products at once is yᵀ · x: the products are read by it alone, and what reads it in turn
+    would read across rows. Libraries turn the operands of a product for nothing."""
+    if node.op != "transpose" or node.inputs[0].op != "dot" or readers[node.inputs[0]] != {node}:
+        return None
+    product, rank = node.inputs[0], len(node.shape)
+    (x, y), swap = product.inputs, (*range(rank - 2), rank - 1, rank - 2)
+    if x.op != "transpose" or not tuple(x["order"]) == tuple(node["order"]) == swap or rank < 3 or rank != len(y.shape):
+        return None
+    return make("dot", build.transpose(new[y], swap), new[x.inputs[0]], line=product.line)
 
 
 def _between(
