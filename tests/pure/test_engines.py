@@ -124,6 +124,31 @@ def test_torchtitan_s_degrees_multiply_to_all_ranks(zero: int, zero_group: int) 
     assert told["parallelism.data-parallel-shard-degree"] == (zero_group or plan.dp)
 
 
+@pytest.mark.parametrize(
+    ("changes", "configuration", "is_noted"),
+    [
+        ({"rotary_scaling": "llama3", "rotary_factor": 8.0}, "llama3_8b", False),
+        ({"context": 4096, "family": "llama", "rotary_scaling": "llama3", "rotary_factor": 8.0}, "llama3_8b", False),
+        ({}, "llama3_8b", True),
+        ({"rotary_scaling": "llama3", "rotary_factor": 32.0}, "llama3_8b", True),
+        ({"tied": True}, "CONFIG", False),
+        ({"rotary_base": 10_000.0}, "CONFIG", False),
+        ({"head_width": 64}, "CONFIG", False),
+        ({"biases": "attention"}, "CONFIG", False),
+        ({"qk_norm": "head"}, "CONFIG", False),
+        ({"window": 1024}, "CONFIG", False),
+    ],
+)
+def test_torchtitan_trains_this_model_or_asks_for_it(
+    changes: dict[str, Any], configuration: str, is_noted: bool
+) -> None:
+    asked = dataclasses.replace(job(STARTS[0]), model=preset("llama-3-8b").replace(**changes))
+    text = engine_files(ENGINES["torchtitan"], asked, "")[LAUNCH]
+    assert (f"--config {configuration}" in text) == (configuration != "CONFIG")
+    assert ("${CONFIG:?" in text) == (configuration == "CONFIG")
+    assert ("stretches rotary frequencies otherwise" in text) == is_noted
+
+
 def served() -> EngineJob:
     return job(ParallelPlan(dp=4, tp=4, precision="bf16"), running=64, step_tokens=512)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step.program import chunk_layers
-from tilemesh.model.config import ModelConfig
+from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.work.task import AUTOCAST
 from tilemesh.plan.engines.engine import EngineJob, EngineNote, EngineOption, EngineRefusal, OtherEngine
 
@@ -55,21 +55,46 @@ _TITAN_SCHEDULES: Mapping[str, str] = {
     "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "gpipe": "GPipe", "zb-v": "ZBVZeroBubble",
     "breadth-first": "LoopedBFS", "dualpipe-v": "DualPipeV",
 }  # fmt: skip
-_TITAN_MODELS: Mapping[tuple[int, ...], tuple[str, str]] = {
-    # layers, width, heads, kv_heads, mlp_width, vocabulary: module, configuration
-    (32, 4096, 32, 8, 14336, 128256): ("llama3", "llama3_8b"),
-    (80, 8192, 64, 8, 28672, 128256): ("llama3", "llama3_70b"),
-    (126, 16384, 128, 8, 53248, 128256): ("llama3", "llama3_405b"),
-    (28, 1024, 16, 8, 3072, 151936): ("qwen3", "qwen3_0_6b"),
-    (28, 2048, 16, 8, 6144, 151936): ("qwen3", "qwen3_1_7b"),
-    (40, 5120, 40, 8, 17408, 151936): ("qwen3", "qwen3_14b"),
-    (64, 5120, 64, 8, 25600, 151936): ("qwen3", "qwen3_32b"),
+_ROTARY_SCALING = ("rotary_scaling", "rotary_factor", "rotary_low", "rotary_high", "rotary_trained")
+
+
+def _titan_llama(name: str) -> ModelConfig:
+    return preset(name).replace(rotary_scaling="llama3", rotary_factor=8.0)
+
+
+def _titan_qwen(layers: int, width: int, heads: int, mlp_width: int, tied: bool) -> ModelConfig:
+    return ModelConfig(
+        layers=layers, width=width, heads=heads, kv_heads=8, head_width=128, mlp_width=mlp_width, tied=tied,
+        vocabulary=151936, context=4096, norm="rmsnorm", norm_epsilon=1e-6, positions="rotary", rotary_base=1e6,
+        activation="swiglu", biases=False, qk_norm="head",
+    )  # fmt: skip
+
+
+_TITAN_MODELS: Mapping[tuple[str, str], ModelConfig] = {
+    # module, configuration: what it is
+    ("llama3", "llama3_8b"): _titan_llama("llama-3-8b"),
+    ("llama3", "llama3_70b"): _titan_llama("llama-3-70b"),
+    ("llama3", "llama3_405b"): _titan_llama("llama-3-405b"),
+    ("qwen3", "qwen3_0_6b"): _titan_qwen(28, 1024, 16, 3072, tied=True),
+    ("qwen3", "qwen3_1_7b"): _titan_qwen(28, 2048, 16, 6144, tied=True),
+    ("qwen3", "qwen3_14b"): _titan_qwen(40, 5120, 40, 17408, tied=False),
+    ("qwen3", "qwen3_32b"): _titan_qwen(64, 5120, 64, 25600, tied=False),
 }
 
 
+def _like(model: ModelConfig, theirs: ModelConfig, *names: str) -> ModelConfig:
+    """A model with its longest sequence, family and these fields as theirs."""
+    return model.replace(**{name: getattr(theirs, name) for name in ("context", "family", *names)})
+
+
 def _titan_model(model: ModelConfig) -> tuple[str, str] | None:
-    sizes = (model.layers, model.width, model.heads, model.kv_heads, model.mlp_width, model.vocabulary)
-    return _TITAN_MODELS.get(sizes)
+    """What computes this model, but for how rotary frequencies are stretched."""
+    return next((name for name, it in _TITAN_MODELS.items() if _like(model, it, *_ROTARY_SCALING) == it), None)
+
+
+def _is_scaled_otherwise(model: ModelConfig) -> bool:
+    known = _titan_model(model)
+    return known is not None and _like(model, _TITAN_MODELS[known]) != _TITAN_MODELS[known]
 
 
 def _titan_command(job: EngineJob) -> str:
@@ -147,7 +172,12 @@ TORCHTITAN = OtherEngine(
     notes=(
         Note(
             lambda job: _titan_model(job.model) is None,
-            "no configuration of torchtitan has these sizes: register the model, then set MODULE and CONFIG",
+            "no configuration of torchtitan is this model: register it, then set MODULE and CONFIG",
+        ),
+        Note(
+            lambda job: _is_scaled_otherwise(job.model),
+            "the configuration stretches rotary frequencies otherwise than this model (its llama3 as Llama 3.1, its "
+            "qwen3 not at all): register the model's own for its weights",
         ),
         Note(lambda job: _titan_model(job.model) is not None, "learning rate, steps and data are the configuration's"),
         Note(
