@@ -149,6 +149,19 @@ def test_torchtitan_trains_this_model_or_asks_for_it(
     assert ("stretches rotary frequencies otherwise" in text) == is_noted
 
 
+@pytest.mark.parametrize(
+    ("engine", "plan", "words"),
+    [
+        ("accelerate", ParallelPlan(dp=16, zero=2, accumulation=16, precision="bf16"), '"sync_each_batch": true'),
+    ],
+)  # fmt: skip
+def test_what_the_script_has_to_say_is_noted(engine: str, plan: ParallelPlan, words: str) -> None:
+    """Where the plan needs it, and not of one microbatch on replicas alone."""
+    plain = ParallelPlan(dp=16, zero=plan.zero, precision=plan.precision)
+    assert words in engine_files(ENGINES[engine], job(plan), "")[LAUNCH]
+    assert words not in engine_files(ENGINES[engine], job(plain), "")[LAUNCH]
+
+
 def served() -> EngineJob:
     return job(ParallelPlan(dp=4, tp=4, precision="bf16"), running=64, step_tokens=512)
 

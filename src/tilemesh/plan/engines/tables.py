@@ -589,7 +589,15 @@ ACCELERATE = OtherEngine(
         _EXPERTS,
         _NO_CONTEXT,
     ),
-    notes=(_NO_MODEL_SCRIPT, _PREFETCH),
+    notes=(
+        _NO_MODEL_SCRIPT,
+        Note(
+            lambda job: job.plan.zero > 1 and job.plan.accumulation > 1,
+            'give the Trainer accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": true}} (or such a '
+            "GradientAccumulationPlugin): else gradients stay whole on every rank until the last microbatch",
+        ),
+        _PREFETCH,
+    ),
     defaults={"precision": "bf16", "sequence_parallel": False},
     code="eager",
 )
