@@ -153,6 +153,7 @@ def test_torchtitan_trains_this_model_or_asks_for_it(
     ("engine", "plan", "words"),
     [
         ("accelerate", ParallelPlan(dp=16, zero=2, accumulation=16, precision="bf16"), '"sync_each_batch": true'),
+        ("torchtitan", ParallelPlan(dp=16, zero=2, accumulation=4, precision="bf16"), "in every microbatch"),
     ],
 )  # fmt: skip
 def test_what_the_script_has_to_say_is_noted(engine: str, plan: ParallelPlan, words: str) -> None:
@@ -228,6 +229,8 @@ def run(*words: str) -> Any:
     ("engine", "fix", "why"),
     [
         ("torchtitan", "zero=1,tp=4,pp=1", "zero is 1: fully_shard cuts weights and gradients too"),
+        ("torchtitan", "dp=4,tp=4,pp=1,zero=0,microbatch=1", "zero is 0: without stages it sums over replicas"),
+        ("torchtitan", "tp=1,pp=1,zero=3,zero_group=8,microbatch=1", "zero_group is 8: without stages it sums"),
         ("megatron", "pp=4,tp=1,schedule=zb-v", "schedule is zb-v: it has 1F1B"),
         ("deepspeed", "pp=2", "pp is 2: a configuration of it has no pipeline stages"),
         ("accelerate", "precision=bf16-master", "precision is bf16-master: it keeps float32 weights and casts"),

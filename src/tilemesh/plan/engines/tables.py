@@ -117,6 +117,12 @@ def _titan_parts(job: EngineJob) -> list[str] | None:
     return [",".join(part) for part in parts]
 
 
+def _titan_repeats(job: EngineJob) -> bool:
+    return job.plan.pp == 1 and job.plan.dp > 1 and job.plan.accumulation > 1
+
+
+_TITAN_REPEATED = "without stages it sums over replicas in every microbatch, not once per step"
+
 TORCHTITAN = OtherEngine(
     name="torchtitan",
     version="0.3.0",
@@ -155,6 +161,10 @@ TORCHTITAN = OtherEngine(
             "precision", lambda job: job.plan.precision not in ("fp32", "bf16"), "it keeps float32 weights and casts"
         ),
         Cannot("zero", lambda job: job.plan.zero == 1, "fully_shard cuts weights and gradients too: ZeRO-2 or ZeRO-3"),
+        Cannot("zero", lambda job: _titan_repeats(job) and not job.plan.zero, _TITAN_REPEATED),
+        Cannot(
+            "zero_group", lambda job: _titan_repeats(job) and 0 < job.plan.zero_group < job.plan.dp, _TITAN_REPEATED
+        ),
         Cannot(
             "schedule", lambda job: job.plan.pp > 1 and job.plan.schedule not in _TITAN_SCHEDULES, "torch has it not"
         ),
@@ -180,6 +190,10 @@ TORCHTITAN = OtherEngine(
             "qwen3 not at all): register the model's own for its weights",
         ),
         Note(lambda job: _titan_model(job.model) is not None, "learning rate, steps and data are the configuration's"),
+        Note(
+            lambda job: _titan_repeats(job) and job.plan.zero == 2,
+            "it gathers weights again in every microbatch, which is priced once per step",
+        ),
         Note(
             lambda job: job.plan.recompute == "operators", "selective checkpointing keeps other operators than planned"
         ),
