@@ -153,6 +153,7 @@ def test_torchtitan_trains_this_model_or_asks_for_it(
     ("engine", "plan", "words"),
     [
         ("accelerate", ParallelPlan(dp=16, zero=2, accumulation=16, precision="bf16"), '"sync_each_batch": true'),
+        ("accelerate", ParallelPlan(dp=8, tp=2, zero=2, precision="bf16"), 'tp_plan="auto"'),
         ("torchtitan", ParallelPlan(dp=16, zero=2, accumulation=4, precision="bf16"), "in every microbatch"),
     ],
 )  # fmt: skip

@@ -605,6 +605,7 @@ ACCELERATE = OtherEngine(
     ),
     notes=(
         _NO_MODEL_SCRIPT,
+        Note(lambda job: job.plan.tp > 1, 'load the model with tp_plan="auto": its tensor parallelism is the model\'s'),
         Note(
             lambda job: job.plan.zero > 1 and job.plan.accumulation > 1,
             'give the Trainer accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": true}} (or such a '
