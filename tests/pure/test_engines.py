@@ -273,6 +273,22 @@ def test_without_pins_the_best_that_runs_is_written(tmp_path: Path) -> None:
     assert "vllm serve" in served_words
 
 
+def test_vllm_serves_the_folder_that_was_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what is there, not by how it is written; what it cannot read is asked for."""
+    monkeypatch.chdir(tmp_path)
+    for file in ("a model/config.json", "run/config.toml"):
+        Path(file).parent.mkdir()
+        Path(file).write_text("{}")
+    read = {word: dataclasses.replace(served(), source=word).folder for word in ("a model", "./a model/config.json")}
+    assert {*read.values()} == {f"'{tmp_path / 'a model'}'"}
+    for word, expected in (("./run", "export it first"), ("llama-3-8b", "a Hugging Face folder"), ("./m.toml", "")):
+        asked = dataclasses.replace(served(), source=word).folder
+        assert asked.startswith('"${MODEL:?')
+        assert expected in asked
+    assert "batch" not in served().describe()
+    assert "up to 64 sequences, 512 tokens in a step" in served().describe()
+
+
 RECORDER = """#!{python}
 import json, os, sys
 json.dump(sys.argv[1:], open(os.environ["RECORDED"], "w"))

@@ -90,7 +90,7 @@ def written_for(engine: OtherEngine, job: EngineJob, folder: str | None, command
     from tilemesh.core.files import write_text
     from tilemesh.plan.engines.write import engine_files
 
-    header = f"{job.plan.describe()}\nwritten for {engine.name} {engine.version} by {command}"
+    header = f"{job.describe()}\nwritten for {engine.name} {engine.version} by {command}"
     files = engine_files(engine, job, header) | ({PLAN: plan} if plan and folder else {})
     if folder is None:
         return [

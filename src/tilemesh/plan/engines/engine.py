@@ -6,14 +6,20 @@ YAML and JSON look and nothing of what they mean, `tables.py` the other way roun
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from tilemesh.core.hardware import Cluster
 from tilemesh.core.plan import ParallelPlan
-from tilemesh.model.config import ModelConfig
+from tilemesh.model.config import PRESETS, ModelConfig
 from tilemesh.model.work.task import Code
+from tilemesh.runs.names import CONFIG as RUN
+
+HUGGINGFACE = "config.json"
+"""What makes a folder a Hugging Face folder."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +31,7 @@ class EngineJob:
     cluster: Cluster
     context: int
     source: str
-    """The model as it was named: a folder of it, or a name."""
+    """The model as it was named: a folder or a file of it, or a name."""
     compiled: bool = False
     running: int = 0
     """Of serving: sequences in a batch, at most ..."""
@@ -35,7 +41,22 @@ class EngineJob:
     @property
     def folder(self) -> str:
         """The model for an engine that reads Hugging Face folders; what is none has to be named when it starts."""
-        return self.source if "/" in self.source else '"${MODEL:?a Hugging Face folder of the model}"'
+        path = Path(self.source)
+        if path.name == HUGGINGFACE and path.is_file():
+            path = path.parent
+        if self.source not in PRESETS and (path / HUGGINGFACE).is_file():
+            return shlex.quote(str(path.resolve()))
+        first = ": export it first (tilemesh export RUN FOLDER)" if (path / RUN).is_file() else ""
+        return f'"${{MODEL:?a Hugging Face folder of the model{first}}}"'
+
+    def describe(self) -> str:
+        """One line for people: of training the whole plan, of serving what each replica takes."""
+        if not self.running:
+            return self.plan.describe()
+        return (
+            f"{self.plan.mesh_words} = {self.plan.world} ranks, {self.plan.precision}, per replica up to "
+            f"{self.running:,} sequences, {self.step_tokens:,} tokens in a step"
+        )
 
 
 class EngineOption(NamedTuple):

@@ -608,8 +608,8 @@ ACCELERATE = OtherEngine(
         Note(lambda job: job.plan.tp > 1, 'load the model with tp_plan="auto": its tensor parallelism is the model\'s'),
         Note(
             lambda job: job.plan.zero > 1 and job.plan.accumulation > 1,
-            'give the Trainer accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": true}} (or such a '
-            "GradientAccumulationPlugin): else gradients stay whole on every rank until the last microbatch",
+            'give the Trainer accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": true}} (or a '
+            "GradientAccumulationPlugin with it): else gradients stay whole on every rank until the last microbatch",
         ),
         _PREFETCH,
     ),
