@@ -86,6 +86,21 @@ def test_a_profile_says_where_a_step_went(tmp_path: Path) -> None:
     assert measured.parts_s == pytest.approx({COMPUTE: 6.0, EXCHANGE: 2.0, DATA: 0.25, WAITING: 2.0})
 
 
+@pytest.mark.parametrize("lengths", [(10.0, 10.5, 40.0), (10.0, 11.0, 12.0, 40.0)])
+def test_parts_of_a_profile_add_up_to_its_step(lengths: tuple[float, ...], tmp_path: Path) -> None:
+    """One step of 40 s moves no part more than the whole."""
+    events, at = [], 100.0
+    for number, length in enumerate(lengths):
+        events += [event(f"ProfilerStep#{number}", at, at + length, "user_annotation")]
+        events += [event("sm90_gemm", at, at + length / 2), event("ncclKernel", at + length / 2, at + 0.75 * length)]
+        at += length
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    measured = read_profile(tmp_path / "trace.json")
+    parts = measured.parts_s or {}
+    assert sum(parts[name] for name in (COMPUTE, EXCHANGE, WAITING)) == pytest.approx(measured.sample["median"])
+    assert parts[COMPUTE] == pytest.approx(measured.sample["median"] / 2)
+
+
 def test_what_is_off_names_its_part_and_what_would_be_faster(tmp_path: Path) -> None:
     slow = ParallelPlan(dp=2, tp=8, accumulation=64)
     path = profile(tmp_path / "trace.json.gz")

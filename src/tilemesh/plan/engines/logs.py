@@ -76,7 +76,7 @@ class Measured:
     steps_s: tuple[float, ...]
     peak_bytes: int | None = None
     parts_s: Mapping[str, float] | None = None
-    """Of a profile: seconds of a step that compute, exchange alone, wait for neither, and load data."""
+    """Of a profile: seconds of the middle step that compute, exchange alone, wait for neither, and load data."""
 
     @property
     def sample(self) -> dict[str, float]:
@@ -178,12 +178,14 @@ def read_profile(path: Path) -> Measured:
         compute = _without(compute, exchange)
     alone = _without(exchange, compute)
     data = _merged(_of(spans, lambda event: str(event.get("name", "")).startswith("enumerate(DataLoader)")))
+    ordered = sorted(steps, key=lambda step: step[1] - step[0])
+    middle = ordered[(len(steps) - 1) // 2 : len(steps) // 2 + 1]  # whose mean is the median: parts add up to it
     totals = {
-        name: sum(_inside(intervals, step) for step in steps) / len(steps) / 1e6
+        name: sum(_inside(intervals, step) for step in middle) / len(middle) / 1e6
         for name, intervals in ((COMPUTE, compute), (EXCHANGE, alone), (DATA, data))
     }
     seconds = tuple((end - start) / 1e6 for start, end in steps)
-    idle = statistics.mean(seconds) - totals[COMPUTE] - totals[EXCHANGE]
+    idle = statistics.median(seconds) - totals[COMPUTE] - totals[EXCHANGE]
     return Measured(seconds, parts_s=totals | {WAITING: max(0.0, idle)})
 
 
