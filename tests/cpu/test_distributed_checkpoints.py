@@ -13,11 +13,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import tilemesh as tm
+from tilemesh.cli.models import load_model
 from tilemesh.core.errors import UsageError
 from tilemesh.model import huggingface
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.dcp_files import INDEX
 from tilemesh.model.transformer import Transformer
+from tilemesh.train.check import check_init
 from tilemesh.train.export import export
 
 SMALL = ModelConfig(
@@ -123,3 +125,37 @@ def test_an_index_of_something_else_is_refused_and_does_nothing(content: bytes, 
     with pytest.raises(UsageError, match="no index of a distributed checkpoint"):
         huggingface.load(tmp_path)
     assert not Path(BOMB).exists()
+
+
+def saved(folder: Path, names: dict[str, torch.Tensor]) -> Path:
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save(names, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def test_what_is_wrong_with_a_folder_is_one_line_that_names_it(tmp_path: Path) -> None:
+    """No config.json, another library's names, a file that was cut, one that is gone."""
+    huggingface.save(Transformer(SMALL, seed=4), tmp_path / "hf")
+    settings = (tmp_path / "hf" / "config.json").read_text()
+    folder = saved(tmp_path / "saved", {stored.name: stored.read() for stored in _stored(tmp_path / "hf")})
+    for read in (huggingface.load, check_init, lambda folder: load_model(str(folder), [])):
+        with pytest.raises(
+            UsageError, match=r"put config\.json beside this .* names of tensors must be Hugging Face's"
+        ):
+            read(folder)
+    (folder / "config.json").write_text(settings)
+    (file,) = folder.glob("*.distcp")
+    for content in (file.read_bytes()[:10], None):
+        file.unlink()
+        if content is not None:
+            file.write_bytes(content)
+        with pytest.raises(UsageError, match=rf"{file.name} is missing or not whole: model\.\S+ cannot be read") as cut:
+            huggingface.load(folder)
+        assert "\n" not in str(cut.value)
+    other = saved(tmp_path / "titan", {"tok_embeddings.weight": torch.zeros(256, 16)})
+    (other / "config.json").write_text(settings)
+    with pytest.raises(
+        UsageError, match=r"no tensor has a name of Hugging Face's, .* there is tok_embeddings"
+    ) as named:
+        huggingface.load(other)
+    assert "\n" not in str(named.value)

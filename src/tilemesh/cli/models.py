@@ -34,7 +34,7 @@ def _read(name: str) -> dict[str, Any]:
     from tilemesh.core.plan import ParallelPlan
     from tilemesh.core.plan_file import KIND, MODEL, SECTIONS
     from tilemesh.model.config import PRESETS
-    from tilemesh.model.families.book import CONFIG, from_json
+    from tilemesh.model.families.book import CONFIG, expected_folder, from_json
     from tilemesh.runs.names import CONFIG as RUN_CONFIG
     from tilemesh.train.config import TrainConfig
 
@@ -43,7 +43,8 @@ def _read(name: str) -> dict[str, Any]:
         files = [Path(name, file) for file in (RUN_CONFIG, CONFIG) if os.path.isfile(Path(name, file))]
     if not files:
         check_finished(name)
-        raise UsageError(f"{name} has neither {CONFIG} nor {RUN_CONFIG}: expected a Hugging Face folder or a run's")
+        expected = expected_folder(name, "a Hugging Face folder or a run's")
+        raise UsageError(f"{name} has neither {CONFIG} nor {RUN_CONFIG}: {expected}")
     file = files[0]
     if file.suffix == ".toml":
         others = {field.name for part in (TrainConfig, ParallelPlan) for field in settable_fields(part)}

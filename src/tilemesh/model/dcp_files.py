@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -89,9 +90,15 @@ class DistributedCheckpoint:
         try:
             with warnings.catch_warnings(action="ignore"):  # that there is one process
                 load({self._wrapper + name: tensor}, storage_reader=self._reader, no_dist=True)
-        except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-            why = str(error).strip().splitlines()[:1]
-            raise UsageError(f"{self.folder}: {name} cannot be read: {' '.join(why)}") from None
+        except (CheckpointException, OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+            parts = self._reader.read_metadata().storage_data.items()
+            files = sorted({part.relative_path for index, part in parts if index.fqn == self._wrapper + name})
+            causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
+            why = " ".join(str([*causes, error][0]).strip().splitlines()[:1])
+            raise UsageError(
+                f"{self.folder / ' or '.join(files)} is missing or not whole: {name} cannot be read ({why}); copy the "
+                "checkpoint again"
+            ) from None
         return tensor
 
 

@@ -22,7 +22,17 @@ from torch import Tensor
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.files import ensure_folder, read_json_object, replacing, write_text
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.families.book import CONFIG, FAMILIES, MXFP4, QUANTIZATION, entries, family_of, read_config, to_json
+from tilemesh.model.families.book import (
+    CONFIG,
+    DISTRIBUTED_INDEX,
+    FAMILIES,
+    MXFP4,
+    QUANTIZATION,
+    entries,
+    family_of,
+    read_config,
+    to_json,
+)
 from tilemesh.model.families.carried import copy_carried, special_ids
 from tilemesh.model.families.deepseek import SELECTING
 from tilemesh.model.families.family import Entry
@@ -34,7 +44,6 @@ from tilemesh.model.transformer import Transformer
 from tilemesh.model.work.weights import parameter_shapes
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-DISTRIBUTED_INDEX = ".metadata"  # of a distributed checkpoint of torch
 OWN_WEIGHTS = "tilemesh.safetensors"
 """Where matrices are kept in a form of ours: transformers, which knows no quant_method of ours and would begin with
 random ones, finds no weights under this name and refuses the folder."""
@@ -267,6 +276,11 @@ def _checked(
         elif opened_file.dtype not in _DTYPES:
             lines.append(f"not floating point: {name}, {opened_file.dtype}, expected one of {', '.join(_DTYPES)}")
         stored.setdefault(full, opened_file)
+    if not stored.keys() & expected.keys():
+        raise UsageError(
+            f"{folder}: no tensor has a name of Hugging Face's, such as {table}; there is "
+            f"{lines[0].removeprefix('unexpected: ') if lines else 'none'}: write it with Hugging Face's names"
+        )
     lines += [f"missing: {name}, expected shape {shape}" for name, shape in expected.items() if name not in stored]
     lines += [f"missing: {name}, which {CONFIG} says is there" for name in sorted(coded) if name not in stored]
     if not lines and config.tied and head in stored and not torch.equal(stored[head].read(), stored[table].read()):

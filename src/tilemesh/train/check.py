@@ -42,7 +42,7 @@ from tilemesh.measure.machine import this_machine, usable_gpus
 from tilemesh.measure.row import Row
 from tilemesh.model.adapter import A, B, adapted_modules
 from tilemesh.model.config import ModelConfig, before_experts, check_written_model, unlike
-from tilemesh.model.families.book import read_config
+from tilemesh.model.families.book import expected_folder, read_config
 from tilemesh.model.work.weights import layer_weights, parameter_shapes, why_not, why_not_groups, why_not_tp
 from tilemesh.runs import folder as folders
 from tilemesh.runs.base import check_base
@@ -321,9 +321,7 @@ def check_init(init: str | Path | None, config: TrainConfig | None = None) -> No
         )
     if not str(init) or not (Path(init) / "config.json").is_file():
         check_finished(init)
-        raise UsageError(
-            Argument("init"), f" '{init}': no config.json there; expected a folder as `save_pretrained` writes it"
-        )
+        raise UsageError(Argument("init"), f" '{init}': no config.json there; {expected_folder(init)}")
     if config is None:
         return
     there, here = read_config(init), config.model

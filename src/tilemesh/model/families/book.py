@@ -37,6 +37,7 @@ from tilemesh.model.families.llama import (
 )
 
 CONFIG = "config.json"
+DISTRIBUTED_INDEX = ".metadata"  # of a distributed checkpoint of torch
 QUANTIZATION = "quantization_config"
 MXFP4 = "mxfp4"
 QUANTIZERS = ("compressed-tensors", "tilemesh")
@@ -104,8 +105,15 @@ def read_config(folder: str | Path) -> ModelConfig:
         settings = read_json_object(path)
     except (FileNotFoundError, NotADirectoryError):
         check_finished(folder)
-        raise UsageError(f"{path} does not exist: expected a folder as `save_pretrained` writes it") from None
+        raise UsageError(f"{path} does not exist: {expected_folder(folder)}") from None
     return from_json(settings, str(path))
+
+
+def expected_folder(folder: str | Path, usual: str = "a folder as `save_pretrained` writes it") -> str:
+    """What to say of a folder without config.json."""
+    if (Path(folder) / DISTRIBUTED_INDEX).is_file():
+        return f"put {CONFIG} beside this distributed checkpoint, whose names of tensors must be Hugging Face's"
+    return f"expected {usual}"
 
 
 def from_json(settings: Mapping[str, Any], source: str = CONFIG) -> ModelConfig:
