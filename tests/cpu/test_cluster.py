@@ -26,6 +26,14 @@ def test_every_rank_has_all_readings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (product.limit, product.missing["limit"]) == (None, "not calibrated")
 
 
+def test_one_of_a_thing_is_said_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "MOST_BYTES", 1 << 20)
+    lines: list[str] = []
+    run_threads(2, lambda comm: read_cluster(comm, lines.append))
+    assert any(line.startswith("2 ranks on 1 host, over") for line in lines)
+    assert "1 link in 1 round" in lines
+
+
 def test_a_rank_with_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "MOST_BYTES", 1 << 20)
     reading = run_threads(3, read_cluster)[0]

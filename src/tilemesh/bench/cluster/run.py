@@ -84,13 +84,15 @@ def read_cluster(comm: Communicator, say: Callable[[str], None] = lambda text: N
     }
     ranks = [json.loads(text) for text in tell_all(comm, json.dumps(here))]
     seats = _seats(ranks)
-    say(f"{comm.size} ranks on {len({seat.host for seat in seats})} hosts, over {comm.backend}")
+    hosts = len({seat.host for seat in seats})
+    say(f"{comm.size} rank{'s' * (comm.size > 1)} on {hosts} host{'s' * (hosts > 1)}, over {comm.backend}")
     speed = _flops_per_s(device)
     comm.barrier()
     speeds = comm.all_gather(np.array([max(speed, _flops_per_s(device))]))
     groups = rounds(seats)
-    say(f"{sum(map(len, groups))} links in {len(groups)} rounds")
-    mine = np.zeros((sum(map(len, groups)), 3))
+    count = sum(map(len, groups))
+    say(f"{count} link{'s' * (count != 1)} in {len(groups)} round{'s' * (len(groups) != 1)}")
+    mine = np.zeros((count, 3))
     number = 0
     for pairs in groups:
         comm.barrier()
