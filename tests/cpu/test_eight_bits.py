@@ -149,6 +149,19 @@ def test_a_block_is_cast_as_a_matrix_of_its_own():
                 assert made_of.scale[at, across // BLOCK] == alone.scale
 
 
+@pytest.mark.parametrize("by", ["tensor", "row", "block"])
+def test_no_rows_have_no_outputs_and_no_gradient(by: str) -> None:
+    """An expert without tokens."""
+    layer = made(by, 256, 128)
+    x = torch.zeros(0, 256, dtype=torch.bfloat16, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert y.shape == (0, 128)
+    assert x.grad is not None
+    assert layer.weight.grad is not None
+    assert not layer.weight.grad.any()
+
+
 def test_recomputed_products_are_the_same_and_frozen_weights_have_no_gradient():
     from torch.utils.checkpoint import checkpoint
 

@@ -61,6 +61,14 @@ def test_every_case_of_eight_ranks_can_be_laid() -> None:
         )
 
 
+def test_recipes_of_a_choice_of_models_fit_their_widths() -> None:
+    """Whichever models are asked for: 2 of 4 and groups do not go into latents of 9 columns."""
+    for names in (("experts",), ("spread", "experts"), ("experts", "gpt")):
+        for case in pairs.every_case(2, names, pairs=False):
+            cuts = case.weights == "masked" or "-g" in case.weights
+            assert not (cuts and case.config.latent_width), case
+
+
 def test_groups_that_ranks_would_share_are_refused_by_the_plan() -> None:
     case = Case("dropped", gate_plan(1, 4), "adapters int4-g4")
     words = (

@@ -49,9 +49,10 @@ class Cast(NamedTuple):
 
 def cast(x: Tensor, dtype: torch.dtype, dim: int | None, agree: Agree | None = None) -> Cast:
     """A matrix as 8-bit floats under scales over `dim`, or under one for all of it. `agree`: the largest over ranks."""
+    dims = (0, 1) if dim is None else dim
     size = x.detach().abs()
-    most = (size.amax() if dim is None else size.amax(dim, keepdim=True)).float()
-    most = most.reshape(1, 1) if dim is None else most
+    # Experts may have no tokens: what there is nothing of is at most 0.
+    most = size.amax(dims, keepdim=True).float() if size.numel() else size.sum(dims, keepdim=True).float()
     if agree is not None:
         most = agree(most)
     scale, inverse = _powers(most, dtype)
@@ -69,7 +70,7 @@ def _powers(most: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def cast_blocks(x: Tensor, rows: int) -> Cast:
     """A matrix as 8-bit floats (e4m3) under scales over blocks of so many rows and `BLOCK` columns."""
     size = functional.pad(x.detach().abs(), (0, -x.shape[1] % BLOCK, 0, -x.shape[0] % rows))
-    most = size.view(-1, rows, size.shape[1] // BLOCK, BLOCK).amax((1, 3)).float()
+    most = size.view(size.shape[0] // rows, rows, size.shape[1] // BLOCK, BLOCK).amax((1, 3)).float()
     scale, inverse = _powers(most, VALUES)
     wide = x if x.dtype == torch.float64 else x.float()
     return Cast((wide * _spread(inverse, x.shape, rows)).to(VALUES), scale)
@@ -87,7 +88,8 @@ def multiply_blocks(left: Cast, right: Cast, dtype: torch.dtype, turned: bool, n
     narrow: in 8 bits, where the shapes allow it. Else in the 16 of bfloat16, which have every code times its scale."""
     rows, weight = left.codes, right.codes if turned else right.codes.t()
     scale = right.scale if turned else right.scale.t()
-    if narrow and dtype == torch.bfloat16 and all(size % BLOCK == 0 for size in weight.shape) and len(rows) % 4 == 0:
+    whole = all(size % BLOCK == 0 for size in weight.shape) and len(rows) and len(rows) % 4 == 0
+    if narrow and dtype == torch.bfloat16 and whole:
         parts = (rows, weight, left.scale, scale)
         made: Tensor = _narrow_blocks(*(part.contiguous() for part in parts))
         return made
@@ -100,7 +102,7 @@ def multiply_blocks(left: Cast, right: Cast, dtype: torch.dtype, turned: bool, n
 def multiply(left: Cast, right: Cast, dtype: torch.dtype, is_fast: bool) -> Tensor:
     """left (a, b) times right (b, c). is_fast: tensor cores may add up with fewer places."""
     on_tensor_cores = left.codes.is_cuda and dtype == torch.bfloat16
-    if on_tensor_cores and all(size % 16 == 0 for size in (*left.codes.shape, right.codes.shape[1])):
+    if on_tensor_cores and all(size and size % 16 == 0 for size in (*left.codes.shape, right.codes.shape[1])):
         a, b = left.codes.contiguous(), right.codes.t().contiguous().t()
         rows = left.scale.numel() > 1 or right.scale.numel() > 1
         scales = (

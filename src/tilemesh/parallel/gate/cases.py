@@ -417,11 +417,11 @@ def _next_that_takes(layout: ParallelPlan, below: str, names: Sequence[str], at:
 
     In 8 bits ranks of tp would each cast their own part of the gradient of keys, values or latents that several hold
     (`train/conflicts.py` refuses it); blocks of 4 along latents and shared experts do not divide by more than 2, and
-    the latents' own odd widths by no group.
+    the latents' own odd widths by no group or fours.
     """
 
     def takes(config: ModelConfig) -> bool:
-        if config.latent_width and "-g" in below:
+        if config.latent_width and ("-g" in below or below == "masked"):
             return False
         shares = bool(config.latent_width) or config.kv_heads < layout.tp
         return not (layout.tp > 1 and shares and "fp8" in below) and not (layout.tp > 2 and config.latent_width)
