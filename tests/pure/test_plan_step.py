@@ -187,6 +187,24 @@ def test_recomputation_of_some_stages_costs_and_saves_what_these_do() -> None:
     assert [row.instead for row in refusals(PLAN_CONFLICTS, both_ways)] == ["recompute_stages=[0,3]"]
 
 
+def test_the_fullest_rank_is_found_wherever_it_is() -> None:
+    estimator = Estimator(preset("mixtral-8x7b"), parse_cluster("32xa100-80gb"), 1024)
+    for plan in (
+        ParallelPlan(dp=4, tp=2, pp=4, ep=2, microbatch=2, accumulation=4, schedule="pipedream"),
+        ParallelPlan(tp=4, pp=8, accumulation=16, recompute="full", recompute_stages=(0, 1)),
+        ParallelPlan(tp=4, pp=8, accumulation=16, recompute="full", recompute_stages=(0, 7), schedule="dualpipe"),
+    ):
+        found = estimator.predict(plan)
+        stages = estimator.room.stages(plan, found.chunk_layers)
+        assert found.memory.total_bytes == max(stage.total_bytes for stage in stages)
+
+
+def test_without_stages_no_sequence_is_cut() -> None:
+    one = ParallelPlan(dp=2, zero=2, accumulation=2, schedule="terapipe", precision="bf16-master")
+    whole, cut = (predict(preset("gpt2-124m"), parse_cluster("2xh100"), replace(one, slices=n)) for n in (1, 4))
+    assert (cut.memory, cut.step_time_s, cut.exchanges) == (whole.memory, whole.step_time_s, whole.exchanges)
+
+
 def test_slices_of_a_sequence_shorten_a_pipeline_and_are_timed_apart() -> None:
     plan = ParallelPlan(pp=4, schedule="terapipe", accumulation=2, precision="bf16-master")
     model, cluster = preset("gpt2-124m"), parse_cluster("4xh100")

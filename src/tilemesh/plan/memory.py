@@ -417,8 +417,8 @@ class Room:
         kept = sum(count * each for count, (each, _), _ in kinds)
         if plan.recompute_every != 1:  # one activation for so many layers, which are computed again together
             kept = -(-layers // plan.stretch(layers)) * kept // max(1, layers)
-        # Slices of a sequence share what is kept.
-        return kept // plan.slices, sum(count * each for count, _, each in kinds) // plan.slices
+        slices = plan.slices if plan.pp > 1 else 1  # of a sequence share what is kept
+        return kept // slices, sum(count * each for count, _, each in kinds) // slices
 
     def _worth_a_look(self, plan: ParallelPlan, counts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """Ranks that can be the fullest, in groups that need the same beside their activations. Where chunks lie in a
@@ -434,7 +434,9 @@ class Room:
             for rank, held in enumerate(placement.held):
                 ends = () if is_known else (held[0] == 0, held[-1] == len(counts) - 1)
                 alike.setdefault((*ends, *((counts[chunk], dense[chunk]) for chunk in held)), []).append(rank)
-            if is_known:
+            if is_apart:  # they keep different amounts, or copies of weights
+                groups = _each_rank(plan)
+            elif is_known:
                 middle = (plan.pp // 2,) if placement.name == TWO_WAYS else ()
                 looked = {
                     0,
@@ -443,8 +445,6 @@ class Room:
                     *(rank for ranks in alike.values() for rank in (ranks[0], ranks[-1])),
                 }
                 groups = tuple((rank,) for rank in sorted(looked))
-            elif is_apart:  # they keep different amounts, or copies of weights
-                groups = _each_rank(plan)
             else:
                 groups = tuple(map(tuple, alike.values()))
             self._looked[placement, counts, is_apart] = groups

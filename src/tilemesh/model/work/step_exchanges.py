@@ -213,8 +213,9 @@ def scatters_of(plan: ParallelPlan) -> int:
     rank has no room for all of them. A chunk with two holders is summed once, when both are done."""
     if plan.zero < 2:
         return 1
-    is_shared = plan.pp > 1 and len(plan.placement.directions) > 1
-    return 1 if is_shared else plan.accumulation * plan.slices
+    if plan.pp == 1:
+        return plan.accumulation
+    return 1 if len(plan.placement.directions) > 1 else plan.accumulation * plan.slices
 
 
 def _add_zero(total: _Bytes, model: ModelConfig, plan: ParallelPlan, counts: Sequence[int], stage: int) -> None:
