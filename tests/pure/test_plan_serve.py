@@ -82,9 +82,22 @@ def test_a_promise_bounds_the_batch_and_a_rate_too_high_is_said() -> None:
     layouts, refused = serve_layouts(model, cluster, demand)
     assert layouts[0].needed is None
     assert "No layout serves" in serving_reasons(layouts, refused, demand)[0]
+    demand = ServeDemand(0.1, 1000, 300, between_tokens_s=1e-5)
+    layouts, refused = serve_layouts(model, cluster, demand)
+    assert layouts[0].needed is None
+    assert layouts[0].largest.batch == 1
+    assert serving_reasons(layouts, refused, demand)[0].startswith("No layout serves a token every 0.01 ms: this one")
     for bad in ({"rate": 0.0}, {"prompt": 0}, {"output": -1}):
         with pytest.raises(UsageError, match="expected above 0 and at most"):
             ServeDemand(**{"rate": 1.0, "prompt": 10, "output": 10, **bad})  # type: ignore[arg-type]
+
+
+def test_a_prompt_comes_in_chunks_of_what_a_step_has_room_for() -> None:
+    """Beside 341 tokens that decode a step of 512 has room for 171 of a prompt of 400: three chunks."""
+    clock = StepClock(preset("tinyllama-1.1b"), parse_cluster("1xh200"))
+    state = steady_state(clock, ServeDemand(1.0, 400, 800), 512)
+    chunk, tokens = SequencePart(171, 200, 1), [SequencePart(1, 800, 1)] * 341
+    assert state.first_token_s == pytest.approx(3 * clock([*tokens, chunk]))
 
 
 def test_loads_come_as_often_as_the_table_says(capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,7 +80,7 @@ class ServeLayout:
     largest: SteadyState
     """At the largest batch that fits and keeps the wanted time per token."""
     needed: SteadyState | None
-    """At the smallest batch that serves this replica's share of the rate; None: no batch does."""
+    """At the smallest batch that serves this replica's share of the rate in the wanted time; None: no batch does."""
     clock: StepClock
 
     @property
@@ -142,9 +142,10 @@ def serve_layouts(
 
 def _order(layout: ServeLayout, demand: ServeDemand) -> tuple[object, ...]:
     """Those that serve the rate first; of these the quickest tokens for the same devices, else the most tokens."""
-    serves = layout.needed is not None and layout.largest.step_s <= demand.between_tokens_s * 1.0001
-    step = layout.needed.step_s if layout.needed is not None else 0.0
-    return (not serves, step if serves else -layout.tokens_per_s, layout.tp, layout.ep)
+    if layout.needed is not None:
+        return False, layout.needed.step_s, layout.tp, layout.ep
+    is_late = layout.largest.step_s > demand.between_tokens_s
+    return True, is_late, layout.largest.step_s if is_late else -layout.tokens_per_s, layout.tp, layout.ep
 
 
 def is_spread(model: ModelConfig, ep: int) -> bool:
@@ -173,9 +174,9 @@ def _layout(
     share = demand.rate / replicas
     batches = _batches(min(fits, step_tokens))  # a step has a token of each, or the scheduler refuses the batch
     states = [steady_state(clock, demand, batch, step_tokens) for batch in batches]
-    kept = [state for state in states if state.step_s <= demand.between_tokens_s] or states[:1]
+    kept = [state for state in states if state.step_s <= demand.between_tokens_s]
     needed = next((state for state in kept if LOAD * state.requests_per_s >= share), None)
-    return ServeLayout(tp, ep, replicas, weights, each, pages, fits, kept[-1], needed, clock)
+    return ServeLayout(tp, ep, replicas, weights, each, pages, fits, (kept or states[:1])[-1], needed, clock)
 
 
 def _batches(most: int) -> list[int]:
@@ -205,7 +206,7 @@ def steady_state(clock: StepClock, demand: ServeDemand, batch: int, step_tokens:
         step_s=step_s,
         tokens_per_s=decoding / step_s,
         requests_per_s=decoding / step_s / demand.output,
-        first_token_s=-(-demand.prompt // step_tokens) * clock([*tokens, chunk]),
+        first_token_s=-(-demand.prompt // size) * clock([*tokens, chunk]),
         limit_s=min(least, step_s),
     )
 
@@ -218,7 +219,12 @@ def serving_reasons(layouts: Sequence[ServeLayout], refused: Sequence[str], dema
     best = layouts[0]
     lines = []
     capacity = best.most_requests_per_s
-    if best.needed is None:
+    if best.largest.step_s > demand.between_tokens_s:
+        lines.append(
+            f"No layout serves a token every {demand.between_tokens_s * 1e3:g} ms: this one takes "
+            f"{best.largest.step_s * 1e3:.3g} ms with one request alone"
+        )
+    elif best.needed is None:
         lines.append(
             f"No layout serves {demand.rate:g} requests/s: this one comes to {capacity:.2f}/s at a batch of "
             f"{best.largest.batch} per replica; it needs {demand.rate / (LOAD * capacity):.1f} times the devices"
