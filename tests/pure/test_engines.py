@@ -66,6 +66,18 @@ def test_what_is_shared_out_is_told_or_refused(name: str) -> None:
     assert is_told or "ep" in {refusal.field for refusal in engine.why_not(experts)}
 
 
+@pytest.mark.parametrize("name", TRAINING)
+def test_products_in_8_bits_are_refused(name: str) -> None:
+    eight = job(ParallelPlan(dp=16, zero=3, precision="fp8"))
+    assert "precision" in {refusal.field for refusal in ENGINES[name].why_not(eight)}
+
+
+def test_what_megatron_gathers_early_goes_with_early_sums() -> None:
+    values = ENGINES["megatron"].values(job(ParallelPlan(tp=8, cp=2, zero=1, precision="bf16-master")))
+    assert values["overlap-param-gather"] is True
+    assert values["overlap-grad-reduce"] is True
+
+
 ONE_EXPERT = {"experts_per_token": 1, "router_groups": 1, "router_groups_per_token": 1}
 MIXED = ParallelPlan(dp=4, tp=4, ep=8, expert_tp=1, sequence_parallel=True, precision="bf16-master")
 

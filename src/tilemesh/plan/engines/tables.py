@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.plan import MASTERED, ParallelPlan
 from tilemesh.core.step.program import chunk_layers
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.work.task import AUTOCAST
@@ -390,7 +390,7 @@ MEGATRON = OtherEngine(
             "num-distributed-optimizer-instances",
             lambda job: job.plan.dp // job.plan.zero_group if job.plan.zero and job.plan.zero_group else None,
         ),
-        Row("overlap-grad-reduce", lambda job: True if job.plan.dp > 1 else None),
+        Row("overlap-grad-reduce", lambda job: True if job.plan.replicas > 1 else None),
         Row("overlap-param-gather", lambda job: True if job.plan.zero else None),
         Row("recompute-granularity", _megatron_recompute),
         Row("recompute-method", lambda job: "uniform" if job.plan.recompute == "full" else None),
@@ -485,7 +485,9 @@ DEEPSPEED = OtherEngine(
     ),
     refusals=(
         _NO_PIPELINE,
-        Cannot("precision", lambda job: job.plan.precision == "fp64", "it has no float64"),
+        Cannot(
+            "precision", lambda job: job.plan.precision in ("fp64", "fp8"), "it has no float64, and no scales of 8 bits"
+        ),
         Cannot("zero_group", lambda job: bool(job.plan.zero_group), "its ZeRO shares among all replicas"),
         Cannot("sequence_parallel", lambda job: job.plan.sequence_parallel, "its AutoTP does not split norms"),
         Cannot(
@@ -581,7 +583,9 @@ ACCELERATE = OtherEngine(
     refusals=(
         _NO_PIPELINE,
         Cannot(
-            "precision", lambda job: job.plan.precision in ("bf16-master", "fp64"), "it keeps float32 weights and casts"
+            "precision",
+            lambda job: job.plan.precision in (*MASTERED, "fp64"),
+            "it keeps float32 weights and casts",
         ),
         Cannot("zero", lambda job: job.plan.zero == 1, "fully_shard cuts weights and gradients too: ZeRO-2 or ZeRO-3"),
         Cannot("zero", lambda job: job.cluster.device.kind == "cpu" and job.plan.zero > 1, "its FSDP is for GPUs"),
