@@ -14,7 +14,7 @@ from tilemesh.core.conflicts import is_runnable
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import Cluster, parse_cluster
 from tilemesh.core.plan import ParallelPlan
-from tilemesh.core.units import format_seconds
+from tilemesh.core.units import format_bytes, format_seconds
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.work.routing import busiest_rows, equal_tokens, imbalance, sent_rows
 from tilemesh.model.work.task import STATE_BYTES, Task
@@ -225,12 +225,20 @@ def test_replicas_that_cannot_share_out_experts_are_told_which_can(mesh: dict[st
         assert why_not(model, plan(**sizes)) is None
 
 
+STATES = ("weights", "gradients", "optimizer")
+
+
 def test_the_search_shares_experts_out_where_that_fits_best_and_says_why() -> None:
     found = search(QWEN, "64xh100", batch=512, context=4096, pins=Pins.parse(["tp=1,pp=1,zero=1"]))
     assert found.best.plan.ep > 1
     words = " ".join(why(found))
     assert f"ep {found.best.plan.ep} puts {128 // found.best.plan.ep} of 128 on each GPU" in words
     assert "times the mean (expected of text)" in words
+    cut = search("mixtral-8x7b", "16xh100", batch=64, pins=Pins.parse(["tp=2,pp=1,ep=8,expert_tp=0,zero=3"]))
+    assert "puts 1 of 8 on each GPU, 1/2 of each" in " ".join(why(cut))
+    bare = dataclasses.replace(cut.best.plan, zero=0)
+    states = [getattr(cut.estimator().predict(bare).memory, f"{each}_bytes") for each in STATES]
+    assert f"of states instead of {format_bytes(sum(states))}" in " ".join(why(cut))
     piped = search("mixtral-8x7b", "16xh100", batch=64, pins=Pins.parse(["pp=4"]))
     other = min(point for point in piped.points if (point.layout.ep > 1) != (piped.best.plan.ep > 1))
     exact_s = piped.estimator().step_s(other.layout)

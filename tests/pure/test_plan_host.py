@@ -9,6 +9,7 @@ import pytest
 from tilemesh.core.calibration import Calibration, Rates
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.units import format_seconds
 from tilemesh.model.config import preset
 from tilemesh.plan import constants
 from tilemesh.plan.choose import SearchResult, search
@@ -122,3 +123,14 @@ def test_a_page_shows_all_of_a_step_and_no_more_memory_than_there_is() -> None:
     memory = searched(SLOW, 8, "1xh200").best.memory
     assert memory.later_bytes > 0
     assert sum(memory_parts(memory).values()) == memory.total_bytes
+
+
+def test_layers_of_a_stage_are_those_of_all_its_chunks() -> None:
+    """Chimera's stages have two chunks each, which half of the microbatches pass."""
+    pins = Pins.parse(["schedule=chimera,tp=1,pp=4,microbatch=1"])
+    found = search("tinyllama-1.1b", "4xh100", batch=16, pins=pins)
+    held = [sum(found.best.chunk_layers[chunk] for chunk in each) for each in found.best.plan.placement.held]
+    words = " ".join(why(found))
+    assert f"gives each stage {min(held)} to {max(held)} layers" in words or f"each stage {held[0]} layers" in words
+    layer_s = found.best.step_time_s / (16 / 2 * found.estimator().busiest_layers(found.best.plan)[0])
+    assert f"At {format_seconds(layer_s)} per layer" in words

@@ -11,7 +11,6 @@ import dataclasses
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.units import format_bytes, format_seconds
 from tilemesh.model.work.routing import imbalance
-from tilemesh.model.work.task import STATE_BYTES
 from tilemesh.model.work.weights import cp_exchanges, is_wide_for_fp8, layer_matrices
 from tilemesh.plan.choose import SearchResult
 from tilemesh.plan.memory import Room, usable_bytes
@@ -108,12 +107,11 @@ def _memory_techniques(result: SearchResult, best: Prediction) -> str:
     if plan.zero:
         sharded = ("optimizer states", "optimizer states and gradients", "optimizer states, gradients and weights")
         now = best.memory.weights_bytes + best.memory.gradients_bytes + best.memory.optimizer_bytes
-        whole = sum(STATE_BYTES[plan.precision])
         parts.append(
             f"ZeRO-{plan.zero} keeps 1/{plan.zero_ranks} of the {sharded[plan.zero - 1]} on each GPU"
             + (f" (1/{plan.expert_zero_ranks} of its experts')" if plan.ep > 1 else "")
             + ": "
-            f"{format_bytes(now)} of states instead of {format_bytes(_unsharded(best, whole))}"
+            f"{format_bytes(now)} of states instead of {format_bytes(_unsharded(result, best))}"
         )
     if plan.recompute == "none":
         parts.append("nothing is recomputed" + (", as fixed" if result.pins.recompute else ", as the activations fit"))
@@ -182,7 +180,8 @@ def _host(result: SearchResult, best: Prediction) -> str:
         )
     if result.estimator().replays(best.plan):
         return ""
-    layer_s = best.step_time_s / (best.plan.accumulation * max(best.chunk_layers))
+    ways = len(best.plan.placement.directions) if best.plan.pp > 1 else 1
+    layer_s = best.step_time_s * ways / (best.plan.accumulation * result.estimator().busiest_layers(best.plan)[0])
     if layer_s > SHORT_LAYER_S:
         return ""
     return (
@@ -195,12 +194,11 @@ def _microbatches(plan: ParallelPlan) -> str:
     return "1 microbatch" if plan.accumulation == 1 else f"{plan.accumulation} microbatches"
 
 
-def _unsharded(best: Prediction, whole: int) -> int:
-    """States of the fullest rank without ZeRO, from the part that its stage does not shard."""
-    plan = best.plan
-    weights, _, _ = STATE_BYTES[plan.precision]
-    parameters = best.memory.weights_bytes // weights * (plan.zero_ranks if plan.zero == 3 else 1)
-    return parameters * whole
+def _unsharded(result: SearchResult, best: Prediction) -> int:
+    """States of the fullest rank of the same layout without ZeRO."""
+    whole = dataclasses.replace(best.plan, zero=0, zero_group=0)
+    memory = result.estimator().room.fullest(whole, best.chunk_layers)
+    return memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
 
 
 def _within_node(result: SearchResult, best: Prediction) -> str:
@@ -235,7 +233,8 @@ def _experts(result: SearchResult, best: Prediction) -> str:
         part = plan.ranks_per_expert
         each = f"1/{part} of each" if part > 1 else "all of its layers' experts"
         return f"Experts are not shared out (ep 1): every GPU holds {each}, and no row travels; {beside}."
-    estimator = result.estimator()
+    ranks, estimator = plan.ranks_per_expert, result.estimator()
+    split = "whole, so that their products stay wide" if ranks == 1 else f"1/{ranks} of each"
     busiest = imbalance(model, estimator.clock.task(plan))
     sent, share = best.traffic["ep"], best.times.ep_s / best.step_time_s
     span = plan.ep * plan.ranks_per_expert
@@ -243,9 +242,9 @@ def _experts(result: SearchResult, best: Prediction) -> str:
     where = f"inside a node over {node.intra.name}" if span <= node.count else f"across nodes over {node.inter.name}"
     told = "as told" if result.imbalance else "expected of random picks" if model.balance_loss else "expected of text"
     return (
-        f"Experts: ep {plan.ep} puts {model.experts // plan.ep} of {model.experts} on each GPU, whole, so that their "
-        f"products stay wide; each sends {format_bytes(sent)} of rows per step {where}, {share:.1%} of the step's "
-        f"time, and the busiest gets {busiest:.3f} times the mean ({told}); {beside}."
+        f"Experts: ep {plan.ep} puts {model.experts // plan.ep} of {model.experts} on each GPU, {split}; each sends "
+        f"{format_bytes(sent)} of rows per step {where}, {share:.1%} of the step's time, and the busiest gets "
+        f"{busiest:.3f} times the mean ({told}); {beside}."
     )
 
 
@@ -280,7 +279,7 @@ def _sequences(result: SearchResult, best: Prediction) -> str:
 def _across(result: SearchResult, best: Prediction) -> str:
     plan, parts = best.plan, []
     if plan.pp > 1:
-        layers = [sum(best.chunk_layers[stage :: plan.pp]) for stage in range(plan.pp)]
+        layers = [sum(best.chunk_layers[chunk] for chunk in held) for held in plan.placement.held]
         spread = f"{min(layers)} to {max(layers)} layers" if min(layers) != max(layers) else f"{layers[0]} layers"
         parts.append(
             f"pp {plan.pp} gives each stage {spread}; with {_microbatches(plan)} the {plan.schedule_name} schedule's "
