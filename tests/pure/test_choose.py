@@ -28,7 +28,7 @@ from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step.book import build as build_step
 from tilemesh.core.step.simulate import StepTimes, simulate
-from tilemesh.core.tensor_placement import SILENT, S, TensorPlacement, exchange_of
+from tilemesh.core.tensor_placement import SILENT, TensorPlacement, exchange_of
 from tilemesh.graph.build import argument
 from tilemesh.graph.evaluate import run_numpy
 from tilemesh.graph.ir import Graph, Node, make, ordered
@@ -528,12 +528,3 @@ def test_stages_of_placed_layers_on_two_kinds_of_gpu() -> None:
     assert cut.ranks == (2, 2)
     assert cut.layers[0] > cut.layers[1]
     assert stage_s(range(4), range(4)) == math.inf, "no stage has both"
-
-
-def test_a_turned_tensor_has_a_price_of_its_own() -> None:
-    """Its columns are rows of what it is a view of, and need no copy into their places."""
-    x = make("input", name="x", shape=(64, 64), dtype="float32")
-    turned = make("transpose", x, order=(1, 0))
-    cost, cut = MeshCost((("dp", 4),), parse_cluster("4xh100")), TensorPlacement((("dp", S(1)),))
-    dear, cheap = (cost.exchange(node, cut, TensorPlacement())[0] for node in (x, turned))
-    assert dear > cheap
