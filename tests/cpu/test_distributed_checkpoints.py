@@ -155,7 +155,7 @@ def test_what_is_wrong_with_a_folder_is_one_line_that_names_it(tmp_path: Path) -
     other = saved(tmp_path / "titan", {"tok_embeddings.weight": torch.zeros(256, 16)})
     (other / "config.json").write_text(settings)
     with pytest.raises(
-        UsageError, match=r"no tensor has a name of Hugging Face's, .* there is tok_embeddings"
+        UsageError, match=r"no tensor has the name that Hugging Face gives .* there is tok_embeddings"
     ) as named:
         huggingface.load(other)
     assert "\n" not in str(named.value)

@@ -668,10 +668,18 @@ def test_a_folder_of_another_model_does_not_fill_the_screen(tmp_path: Path) -> N
     (tmp_path / "config.json").write_text(json.dumps(families.to_json(OURS["gpt2"], "float32")))
     with pytest.raises(UsageError) as caught:
         huggingface.load(tmp_path)
+    (line,) = str(caught.value).splitlines()
+    assert "such as transformer.wte.weight; there is model.embed_tokens.weight" in line
+    spoilt(tmp_path / "deeper")
+    (tmp_path / "deeper" / "config.json").write_text(
+        json.dumps(families.to_json(OURS["gpt2"].replace(layers=9), "float32"))
+    )
+    with pytest.raises(UsageError) as caught:
+        huggingface.load(tmp_path / "deeper")
     lines = str(caught.value).splitlines()
     assert len(lines) == 22
-    # 20 of Llama's 21 tensors are not GPT-2's (lm_head is known to both), and all 28 of GPT-2's are missing.
-    assert lines[-1].strip() == f"and {20 + 28 - 20} more"
+    missing = (9 - OURS["gpt2"].layers) * 12  # of each layer, none of which is there
+    assert lines[-1].strip() == f"and {missing - 20} more"
 
 
 def test_leftovers_of_old_versions_and_a_tied_output_are_passed_over(tmp_path: Path) -> None:

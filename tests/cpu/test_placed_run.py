@@ -130,7 +130,7 @@ def test_a_run_is_suggested_where_the_machine_is_known(
     (tmp_path / "program.py").write_text(PROGRAM)
     command = ["graph", "explain", f"{tmp_path}/program.py:make", "--mesh", "tp=2"]
     assert main(command) == 0
-    assert "next:    tilemesh calibrate" in capsys.readouterr().out
+    assert "tilemesh calibrate\n" in capsys.readouterr().out
     monkeypatch.setattr("tilemesh.core.calibration.find", lambda machine: machine)
     assert main(command) == 0
     assert "--choose all --device local --run" in capsys.readouterr().out

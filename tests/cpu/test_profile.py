@@ -27,5 +27,5 @@ def test_a_trace_of_this_torch_is_read(tmp_path: Path) -> None:
     assert len(measured.steps_s) == 3
     assert parts[EXCHANGE] == 0
     assert parts[COMPUTE] > 0
-    mean = sum(measured.steps_s) / len(measured.steps_s)
-    assert abs(parts[COMPUTE] + parts[WAITING] - mean) < 1e-9 + 1e-6 * mean
+    middle = sorted(measured.steps_s)[1]
+    assert abs(parts[COMPUTE] + parts[WAITING] - middle) < 1e-9 + 1e-6 * middle

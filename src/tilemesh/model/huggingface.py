@@ -278,8 +278,8 @@ def _checked(
         stored.setdefault(full, opened_file)
     if not stored.keys() & expected.keys():
         raise UsageError(
-            f"{folder}: no tensor has a name of Hugging Face's, such as {table}; there is "
-            f"{lines[0].removeprefix('unexpected: ') if lines else 'none'}: write it with Hugging Face's names"
+            f"{folder}: no tensor has the name that Hugging Face gives those of this {CONFIG}, such as {table}; there is "
+            f"{lines[0].removeprefix('unexpected: ') if lines else 'none'}: write it with those names, or its own {CONFIG}"
         )
     lines += [f"missing: {name}, expected shape {shape}" for name, shape in expected.items() if name not in stored]
     lines += [f"missing: {name}, which {CONFIG} says is there" for name in sorted(coded) if name not in stored]
