@@ -234,6 +234,19 @@ def test_advantages_follow_their_definitions() -> None:
         assert white.std(ddof=1) == pytest.approx(1, abs=1e-6)
 
 
+def test_answers_that_are_all_paid_the_same_have_no_spread() -> None:
+    """Also where a mean of equal numbers is another number: they are no signal, whatever epsilon is."""
+    group = np.repeat([0, 1], 8)
+    for pay in (0.1, 0.4, 0.7, 5 / 6):
+        reward = np.concatenate([np.full(8, pay), np.arange(8.0)])
+        deviation = advantages.group_means(reward, group)[1]
+        assert not deviation[:8].any()
+        assert deviation[8:].all()
+        for advantage in (advantages.group_normalized(reward, group, 0.0), advantages.leave_one_out(reward, group)):
+            assert not advantage[:8].any()
+            assert np.isfinite(advantage).all()
+
+
 def test_gae_is_the_sum_of_its_definition_past_tokens_that_are_not_trained() -> None:
     for seed in range(50):
         drawn = Drawn(seed)

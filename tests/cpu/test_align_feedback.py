@@ -14,11 +14,12 @@ from align_start import write_start
 from tilemesh.align.config import load
 from tilemesh.align.generate import unpacked_bytes
 from tilemesh.align.job import fit
-from tilemesh.align.rewards import Rewards, read_reward_model
+from tilemesh.align.rewards import Rewards, _weight, read_reward_model
 from tilemesh.align.tasks import TASKS
 from tilemesh.align.verifier import Verifier
 from tilemesh.comm.connection import connect
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.data.cases import read_cases
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.runs.metrics import STEP, latest
 from tilemesh.runs.names import ROLLOUTS
@@ -154,6 +155,12 @@ def test_what_cannot_be_scored_gets_the_least_that_any_got_and_at_most_nothing()
     parts = {"task": np.array([1.0, math.nan, -2.0, 3.0]), "style": np.array([0.0, 1.0, 2.0, math.nan])}
     assert rewards.total(parts).tolist() == [1.0, -1.0, -1.0, -1.0]
     assert rewards.total({"task": np.array([2.0, math.nan]), "style": np.zeros(2)}).tolist() == [2.0, 0.0]
+    rewards.weights = {"task": 1.0, "watched": 0.0}  # which counts for nothing and may be missing
+    assert rewards.total({"task": np.array([2.0, 1.0]), "watched": np.array([math.nan, 3.0])}).tolist() == [2.0, 1.0]
+    rewards.weights = {"task": 0.0}
+    assert rewards.total({"task": np.array([2.0, math.nan])}).tolist() == [0.0, 0.0]
+    assert _weight("check.py:score") == ("check.py:score", 1.0)
+    assert _weight("task=0.5") == ("task", 0.5)
 
 
 def test_built_in_tasks_pay_their_examples_most_and_nonsense_nothing() -> None:
@@ -218,3 +225,10 @@ def test_wrong_pairs_and_prompts_are_named(start: Path, tmp_path: Path) -> None:
         config = load(start, sets=["align.algorithm=dpo", f"align.preferences={file}", "align.prompts=1", *QUICK])
         with pytest.raises(UsageError, match=words):
             fit(config, start, run=tmp_path / f"run-{len(text)}")
+
+
+def test_lines_of_cases_end_where_jsonl_has_them_end(tmp_path: Path) -> None:
+    """A separator of lines that stands unescaped in a text, as ensure_ascii=False writes it, is text."""
+    path = tmp_path / "cases.jsonl"
+    path.write_text('{"prompt": "a\u2028b"}\r\n\n{"prompt": "c\x85"}\n', encoding="utf-8", newline="")
+    assert [case["prompt"] for case in read_cases(path)] == ["a\u2028b", "c\x85"]

@@ -352,6 +352,15 @@ def test_several_answers_differ_and_each_repeats(engine: Engine) -> None:
     )
 
 
+def test_replicas_draw_each_other_answers_without_a_seed(small: ServedModel) -> None:
+    seeds = []
+    for replica in range(3):
+        with Engine(small, pages=40, page_tokens=4, shared_by=3, replica=replica) as one:
+            jobs = [one.submit([5], Sampling(max_tokens=1), lambda part: None) for _ in range(4)]
+            seeds += [job.seed for job in jobs]
+    assert len(set(seeds)) == 12
+
+
 def test_requests_without_a_seed_differ_and_an_engines_seed_repeats_them(small: ServedModel) -> None:
     asked = Sampling(max_tokens=6, ignore_eos=True)
     runs = []

@@ -75,7 +75,10 @@ class Rewards:
 
     def total(self, parts: Mapping[str, Floats]) -> Floats:
         """What each answer is paid: the weighted sum, and for what could not be scored the least."""
-        total = sum((weight * parts[name] for name, weight in self.weights.items()), np.zeros(1))
+        total = np.zeros(len(next(iter(parts.values()))))
+        for name, weight in self.weights.items():
+            if weight:  # what counts for nothing may be missing
+                total = total + weight * parts[name]
         bad = ~np.isfinite(total)
         least = min(0.0, float(total[~bad].min(initial=0.0)))
         return np.where(bad, least, total)
@@ -94,7 +97,7 @@ class Rewards:
 def _weight(text: str) -> tuple[str, float]:
     name, equals, number = text.rpartition("=")
     try:
-        return name, float(number) if equals else 1.0
+        return (name, float(number)) if equals else (number, 1.0)
     except ValueError:
         raise UsageError(
             f"align.rewards has '{text}': expected NAME=WEIGHT, such as task=1 or check.py:score=0.5"

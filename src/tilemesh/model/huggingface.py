@@ -278,8 +278,9 @@ def _checked(
         stored.setdefault(full, opened_file)
     if not stored.keys() & expected.keys():
         raise UsageError(
-            f"{folder}: no tensor has the name that Hugging Face gives those of this {CONFIG}, such as {table}; there is "
-            f"{lines[0].removeprefix('unexpected: ') if lines else 'none'}: write it with those names, or its own {CONFIG}"
+            f"{folder}: no tensor has the name that Hugging Face gives those of this {CONFIG}, such as {table}; "
+            f"there is {lines[0].removeprefix('unexpected: ') if lines else 'none'}: write it with those names, or "
+            f"its own {CONFIG}"
         )
     lines += [f"missing: {name}, expected shape {shape}" for name, shape in expected.items() if name not in stored]
     lines += [f"missing: {name}, which {CONFIG} says is there" for name in sorted(coded) if name not in stored]

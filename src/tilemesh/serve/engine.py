@@ -144,6 +144,7 @@ class Engine(PromptTaker):
         self._weights = LiveWeights(self._core, self.served, owns, on_gpu, self._adapters)
         self._constraints = Constraints(self.served.tokenizer, self.served.ends)
         self._seed, self._prepares = config.seed, config.prepare
+        self._shared_by, self._replica = config.shared_by, replica
         self._meeting = None if joint is None else joint.meeting
         self._lock = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
@@ -220,7 +221,9 @@ class Engine(PromptTaker):
             number = 0 if self._adapters is None else self._adapters.number(sampling.adapter)
             self._unfinished += sampling.n
             self._asked += 1
-            seed = (self._seed + self._asked) & LARGEST_WHOLE if sampling.seed is None else sampling.seed
+            seed = sampling.seed
+            if seed is None:  # another one in each replica
+                seed = (self._seed + self._asked * self._shared_by + self._replica) & LARGEST_WHOLE
             whole = options.get("whole", False)
             job = PromptJob(list(prompt), sampling, seed, self._counting(tell), constraint, number, whole)
             asked_ns = time.monotonic_ns()

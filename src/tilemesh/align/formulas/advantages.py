@@ -15,9 +15,15 @@ WHITENING_EPSILON = 1e-8
 
 
 def group_means(reward_S: Floats, group_S: Whole) -> tuple[Floats, Floats, Whole]:
-    """Of each sequence its group's mean, standard deviation (of a sample: ddof 1; 0 for a group of one) and size."""
+    """Of each sequence its group's mean, standard deviation (of a sample: ddof 1; 0 for a group of one) and size.
+
+    Exact where all of a group are paid the same: a mean of 0.1 eight times is not 0.1, and no spread is no signal.
+    """
     _, index, count = np.unique(group_S, return_inverse=True, return_counts=True)
-    mean = np.bincount(index, reward_S) / count
+    least, most = np.full(len(count), np.inf), np.full(len(count), -np.inf)
+    np.minimum.at(least, index, reward_S)
+    np.maximum.at(most, index, reward_S)
+    mean = np.where(least == most, most, np.bincount(index, reward_S) / count)
     spread = np.bincount(index, (reward_S - mean[index]) ** 2)
     deviation = np.sqrt(spread / np.maximum(count - 1, 1))
     return mean[index], deviation[index], count[index]
@@ -31,7 +37,7 @@ def group_mean(reward_S: Floats, group_S: Whole) -> Floats:
 def group_normalized(reward_S: Floats, group_S: Whole, epsilon: float = 1e-4) -> Floats:
     """The same in standard deviations of the group (GRPO). `epsilon`: 1e-4 in trl, 1e-6 in verl."""
     mean, deviation, _ = group_means(reward_S, group_S)
-    return (reward_S - mean) / (deviation + epsilon)
+    return (reward_S - mean) / np.where(deviation > 0, deviation + epsilon, 1.0)
 
 
 def leave_one_out(reward_S: Floats, group_S: Whole) -> Floats:
