@@ -106,6 +106,18 @@ class TestEarlyStopping:
         more = made(text, "dp=2,tp=1", self.SETS, "evaluate.patience=3")
         assert trained(more, folder, resume=True)[0].step == 8
 
+    @pytest.mark.parametrize("held", ["evaluate.sequences=3", "data.held_out=0.1"])
+    def test_losses_of_other_held_out_text_are_not_compared(
+        self, text: str, stopped: Path, tmp_path: Path, held: str
+    ) -> None:
+        shutil.copytree(stopped, folder := tmp_path / "run")
+        more = made(text, "dp=2,tp=1", self.SETS, self.BEST, "evaluate.patience=3,train.steps=8", held)
+        result, said = trained(more, folder, resume=True)
+        assert result.step == 8
+        assert json.loads((folder / "summary.json").read_text())["best"] == {"step": 8, "held_out": result.held_out}
+        assert any("OTHER TEXT IS HELD OUT" in line and "of step 2, is of what was" in line for line in said)
+        assert steps_of(folder) == [8]
+
     def test_a_step_that_is_none(self, stopped: Path, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="expected a number, or best"):
             read_step(stopped, "bset")

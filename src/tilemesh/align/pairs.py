@@ -115,6 +115,9 @@ class PairSource(Source):
     def fingerprint(self) -> str:
         return self._digest
 
+    def held_out_fingerprint(self) -> str:
+        return f"{self._digest} {len(self.kept)}"
+
     def go_on(self, steps: int, position: int) -> None:
         self._steps, self._position = steps, position
 

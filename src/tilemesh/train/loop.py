@@ -64,6 +64,8 @@ class Progress:
     """The lowest held-out loss so far, and the step it was measured after."""
     best_step: int | None = None
     evaluations_since_best: int = 0
+    best_of: str = ""
+    """The held-out text that the best loss is of (`Source.held_out_fingerprint`); empty in an older checkpoint."""
 
     def judge(self, min_improvement: float) -> bool:
         """Take note of a held-out loss; whether it is the best so far."""
@@ -80,7 +82,10 @@ class Progress:
         """What a checkpoint says of the evaluations before it; nothing in one of an older version."""
         if isinstance(best, dict) and best.get("step") is not None:
             self.best_step, self.best_held_out = int(best["step"]), float(best["held_out"])
-            self.evaluations_since_best = int(best["evaluations_since"])
+            self.evaluations_since_best, self.best_of = int(best["evaluations_since"]), str(best.get("of", ""))
+
+    def forget_best(self) -> None:
+        self.best_held_out, self.best_step, self.evaluations_since_best, self.best_of = None, None, 0, ""
 
     def values(self, stepper: Stepper, fingerprint: str) -> dict[str, Any]:
         steps, of_servers = stepper.optimizer.steps, stepper.optimizer.server_steps
@@ -90,7 +95,7 @@ class Progress:
             "order": order_settings(stepper.config),
             "best": {
                 "step": self.best_step, "held_out": self.best_held_out,
-                "evaluations_since": self.evaluations_since_best,
+                "evaluations_since": self.evaluations_since_best, "of": self.best_of,
             },
         } | ({"server_steps": of_servers} if steps in of_servers else {})  # fmt: skip
 
@@ -323,6 +328,15 @@ class Loop:
         progress = self.progress
         if progress.held_out is None:
             return False
+        text = self.stepper.source.held_out_fingerprint()
+        if progress.best_of not in ("", text):
+            if self.mesh.comm.rank == 0:
+                self.writer.say(
+                    f"OTHER TEXT IS HELD OUT THAN BEFORE: the best loss so far, {progress.best_held_out:.4f} of step "
+                    f"{progress.best_step}, is of what was, and no later one is compared with it"
+                )
+            progress.forget_best()
+        progress.best_of = text
         if progress.judge(self.config.evaluate.min_improvement) and self.config.checkpoint.keep_best:
             return True
         return self._end_early()

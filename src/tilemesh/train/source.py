@@ -8,6 +8,7 @@ another objective (distillation), is another value handed to `steps.Stepper`.
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -58,6 +59,10 @@ class Source(Protocol):
 
     def fingerprint(self) -> str:
         """A short name of the content: a run that goes on with other data is told so."""
+
+    def held_out_fingerprint(self) -> str:
+        """A short name of what is held out: losses of other text are not compared."""
+        return self.fingerprint()
 
     def go_on(self, steps: int, position: int) -> None:
         """After so many steps so many samples had been taken; a run may go on with another batch size."""
@@ -157,6 +162,16 @@ class TextSource(Source):
     def _held(self) -> list[SamplePair]:
         config = self.config
         return held_out_samples(self.corpus, config.context, config.data.packing, config.evaluate.sequences)
+
+    def held_out_fingerprint(self) -> str:
+        return self._held_digest
+
+    @functools.cached_property
+    def _held_digest(self) -> str:
+        digest = hashlib.sha256()
+        for pair in self._held:
+            digest.update(np.stack(pair).tobytes())
+        return digest.hexdigest()[:16]
 
     def held_out_bytes_per_token(self) -> float | None:
         tokenizer = self.corpus.tokenizer
