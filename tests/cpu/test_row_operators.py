@@ -159,6 +159,20 @@ def test_a_sum_in_float32_beside_16_bits():
     assert excess(y, exact, allowed) is None
 
 
+@pytest.mark.parametrize("columns", [40, 40_000])
+@pytest.mark.parametrize("name", ["add_rms_norm", "add_layer_norm"])
+def test_a_float64_residual_beside_a_float32_x_is_summed_and_normalized_in_float64(name, columns):
+    tensors = normal(6, columns, dtype=torch.float32), normal(6, columns, seed=1), normal(columns, seed=2)
+    results = []
+    for implementation in ("torch", "interpret"):
+        given = [tensor.clone().requires_grad_() for tensor in tensors]
+        y, total = getattr(kernels, name)(*given, implementation=implementation)
+        (y.double().sin().sum() + total.cos().sum()).backward()
+        results.append((total, given[1].grad, given[2].grad))
+    for expected, made in zip(*results, strict=True):
+        torch.testing.assert_close(made, expected, rtol=0, atol=1e-14)
+
+
 @settings(max_examples=15, deadline=None, derandomize=True, database=None)
 @given(
     rows=st.integers(1, 9), columns=st.sampled_from(COLUMNS), dtype=st.sampled_from(DTYPES), turned=st.booleans(),

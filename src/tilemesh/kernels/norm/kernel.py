@@ -544,7 +544,7 @@ def forward_plan(places: Mapping[str, Place], *, eps: float, centred: bool) -> L
     arguments |= {"M": m, "N": n, "eps": eps, "w_n": 0, "b_n": 0}
     arguments |= _strides(places, x="x", r="residual", y="y", t="total")
     arguments |= _strides({name: places[name] for name in ("weight", "bias") if name in places}, w="weight", b="bias")
-    constants: dict[str, object] = {"CENTRED": centred, "WIDE": places["x"].dtype == "float64"}
+    constants: dict[str, object] = {"CENTRED": centred, "WIDE": places.get("total", places["x"]).dtype == "float64"}
     wide = any(place.wide for place in places.values())
     tensors = [places[name] for name in ("x", "residual", "y", "total") if name in places]
     if n > LONGEST_INVARIANT and m <= _FEW_ROWS:
@@ -727,7 +727,7 @@ class Norm:
 
     def forward(self, launch: Any, *arguments: Any) -> tuple[Tensor, ...]:
         x = arguments[0]
-        kind = accumulator(x.dtype)
+        kind = accumulator(arguments[1 if self.adds else 0].dtype)
         kept = tuple(torch.empty(x.shape[:-1], dtype=kind, device=x.device) for _ in range(1 + self.centred))
         return (*self.forward_alone(launch, *arguments, kept=kept), *kept)
 
@@ -767,7 +767,7 @@ class Norm:
         walk = _programs(device, flat.shape[0], columns, total.dtype == torch.float64)
         sums = None
         if (dweight is not None or dbias is not None) and walk["splits"]:
-            sums = torch.empty(1 + self.centred, walk["splits"], columns, dtype=accumulator(x.dtype), device=device)
+            sums = torch.empty(1 + self.centred, walk["splits"], columns, dtype=accumulator(total.dtype), device=device)
         given = {
             "grad": by_rows(grad), "x": flat, "root": kept[0].view(-1), "weight": weight,
             "dx": by_rows(dx), "sums": sums, "dweight": dweight, "dbias": dbias,

@@ -67,6 +67,10 @@ def inverse_root(x: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape[:-1], dtype=accumulator(x.dtype))
 
 
+def inverse_root_of_sum(x: Tensor, residual: Tensor, *_: object) -> Tensor:
+    return inverse_root(residual)
+
+
 def from_sum(values: list[Any], kept: Sequence[Tensor]) -> list[Any]:
     """Arguments of an addition that has the same sum: zeros in the place of x, the sum in that of the residual."""
     x, _, *rest = values
@@ -99,7 +103,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 @operator(
     kernel=f"{KERNEL}:ADD_RMS_NORM",
     check=check_add_rms,
-    kept=(inverse_root,),
+    kept=(inverse_root_of_sum,),
     keeps_results=(1,),
     own_dtype=("residual", "weight"),
     forgets=("x", "residual"),
@@ -117,7 +121,7 @@ def add_rms_norm(
 @operator(
     kernel=f"{KERNEL}:ADD_LAYER_NORM",
     check=check_add_layer,
-    kept=(inverse_root, inverse_root),
+    kept=(inverse_root_of_sum, inverse_root_of_sum),
     keeps_results=(1,),
     own_dtype=("residual", "weight", "bias"),
     forgets=("x", "residual"),
