@@ -272,9 +272,13 @@ def test_families_with_joined_and_transposed_matrices_come_back_too(kind, tmp_pa
         assert torch.equal(huggingface.load(tmp_path).eval()(tokens), small(tokens))
 
 
-def test_moved_scales_change_nothing_by_themselves(model, tokens, monkeypatch):
+@pytest.mark.parametrize("activation", ["swiglu", "swiglu-clipped"])
+def test_moved_scales_change_nothing_by_themselves(activation, model, tokens, monkeypatch):
     """In 16-bit fixed point a moved scale shows, and rounding does not."""
     monkeypatch.setattr(quantizing, "JUDGED", ())  # all scales are kept
+    model = Transformer(model.config.replace(activation=activation), seed=3).eval().requires_grad_(False)
+    for value in model.parameters():  # channels of different size, as trained models have
+        value.mul_(torch.exp(torch.randn(value.shape[-1:], generator=torch.Generator().manual_seed(1))))
     before = model(tokens[:2, :-1])
     smooth = Recipe(weights=WeightsRecipe(scheme="fixed16"), activations=ActivationsRecipe(smooth=0.5))
     for recipe in (read_recipe("fixed16-awq"), smooth):

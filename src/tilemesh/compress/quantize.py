@@ -271,11 +271,11 @@ def _sources(layer: Layer) -> list[tuple[Sequence[str], Divide]]:
         return divide
 
     assert isinstance(mlp, Mlp)
-    is_gated = mlp.fc_gate is not None
+    is_linear = mlp.fc_gate is not None and mlp.fc_in.activation == "none"  # a clipped gate's other side is cut too
     same_heads = attention.config.heads == attention.config.kv_heads
     return [  # what is divided comes before what divides is itself quantised
         (("attention.fc_o",), by_matrix(attention.fc_v, same_heads)),
-        (("mlp.fc_out",), by_matrix(mlp.fc_in, is_gated)),
+        (("mlp.fc_out",), by_matrix(mlp.fc_in, is_linear)),
         (("attention.fc_q", "attention.fc_k", "attention.fc_v"), by_norm(layer.attention_norm)),
         (("mlp.fc_in", "mlp.fc_gate"), by_norm(layer.mlp_norm)),
     ]
