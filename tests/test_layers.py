@@ -93,7 +93,7 @@ MOST_LINES = {
     "compress": 1_832,
     "train": 9_298,
     "serve": 9_818,
-    "align": 4_337,
+    "align": 4_343,
     "report": 6_362,
     "bench": 9_280,
     "cli": 6_924,

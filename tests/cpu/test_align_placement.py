@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from align_start import write_start
 from tilemesh.align import placement
 from tilemesh.align import rows as phases_of_a_run
 from tilemesh.align.config import AlignConfig, load
+from tilemesh.align.formulas.rollout import Segment, pack
 from tilemesh.align.generate import Generator, unpacked_bytes
 from tilemesh.align.job import fit
 from tilemesh.align.rank import train_here
@@ -380,6 +382,16 @@ def test_batches_that_were_drawn_outlast_the_first_one_that_is_read_again(start:
     (tmp_path / CHECKPOINTS / "step-00000013").mkdir(parents=True)
     source._forget_files(4)
     assert [file.is_file() for file in files] == [False] * 3 + [True] * 6
+
+
+def test_a_distance_that_is_paid_is_estimated_as_was_set(start: Path, tmp_path: Path) -> None:
+    rollout = pack([[Segment([5]), Segment([7], [-2.0], [1])]], [0], ["stop"])
+    arrays = {"old": np.array([-2.0]), "reference": np.array([-3.0]), "value": np.zeros(1)}
+    for name, distance in [("k1", 1.0), ("k2", 0.5), ("k3", math.exp(-1))]:
+        sets = ("align.algorithm=rloo", "align.baseline=zero", "align.kl_coefficient=0.5", f"align.estimator={name}")
+        source = source_in(tmp_path, load(start, sets=[*QUICK, SPLIT, *sets]))
+        batch = source._advantages(rollout, {}, 0, arrays, 1)
+        assert batch.advantage.tolist() == pytest.approx([-0.5 * distance]), name
 
 
 # ---- a stream whose engine takes its steps when told to --------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from tilemesh.align.formulas.algorithms import ALGORITHMS, PREFERENCES, Algorithm, PreferenceAlgorithm
 from tilemesh.align.tasks import TASKS
 from tilemesh.core import config as core_config
-from tilemesh.core.conflicts import Conflict, refuse, row
+from tilemesh.core.conflicts import OR, Conflict, refuse, row
 from tilemesh.core.errors import Argument, UsageError, unknown
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.plan_file import ALIGN as ALIGN_PLAN
@@ -427,6 +427,10 @@ CONFLICTS: tuple[Conflict[AlignConfig], ...] = (
     row("model.expert_capacity", lambda config: config.training.model.expert_capacity > 0,
         "passes that drop what experts have no room for give other log-probabilities than the engine, which drops "
         "nothing", "model.expert_capacity=0"),
+    row("align.algorithm align.kl_coefficient", lambda config: bool(config.align.kl_coefficient)
+        and not config.align.is_of_pairs and config.align.row.kl == "off",
+        "the distance to the reference counts nowhere: align.kl is off, as it is for this algorithm unless set",
+        "align.kl=loss" + OR + "align.kl=reward"),
     row("plan.microbatch", lambda config: config.align.is_of_pairs and config.plan.microbatch % 2 > 0,
         "the two answers of a pair are in one microbatch", "plan.microbatch=2"),
 )  # fmt: skip

@@ -26,6 +26,7 @@ from tilemesh.align.config import AlignConfig
 from tilemesh.align.drawing import AnswerDrawing, RepeatedDrawing, StreamDrawing
 from tilemesh.align.formulas import advantages
 from tilemesh.align.formulas.algorithms import BASELINES
+from tilemesh.align.formulas.policy import ESTIMATORS
 from tilemesh.align.formulas.rollout import LENGTH, Floats, Rollout, Whole, join
 from tilemesh.align.formulas.weights import WEIGHTINGS
 from tilemesh.align.generate import packed_bytes, unpacked_bytes
@@ -343,8 +344,9 @@ class RolloutSource(Source):
     ) -> RolloutBatch:
         row, sequence = self.align.row, rollout.sequence[rollout.trainable]
         old, reference, value = (arrays[name] for name in ("old", "reference", "value"))
-        kl = old - reference if row.kl == "reward" and row.has_reference else np.zeros(len(old))
-        returns = np.zeros(len(old))
+        kl = returns = np.zeros(len(old))
+        if row.kl == "reward" and row.has_reference:
+            kl = ESTIMATORS[row.estimator](torch.tensor(old), torch.tensor(reference)).numpy()
         paid = advantages.token_rewards(rollout.reward, sequence, kl, row.kl_coefficient)
         score = rollout.reward - row.kl_coefficient * advantages.summed(kl, sequence, len(rollout))
         if row.has_critic:
