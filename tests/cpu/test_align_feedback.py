@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,15 +16,18 @@ from align_start import write_start
 from tilemesh.align.config import load
 from tilemesh.align.generate import unpacked_bytes
 from tilemesh.align.job import fit
+from tilemesh.align.pairs import PairSource
 from tilemesh.align.rewards import Rewards, _weight, read_reward_model
 from tilemesh.align.tasks import TASKS
 from tilemesh.align.verifier import Verifier
 from tilemesh.comm.connection import connect
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.data.cases import read_cases
+from tilemesh.data.tokenizer import Bytes
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.runs.metrics import STEP, latest
 from tilemesh.runs.names import ROLLOUTS
+from tilemesh.serve.load import ServedModel
 from tilemesh.train.rank import lay_model
 
 FUNCTIONS = """
@@ -216,6 +221,21 @@ def test_pairs_train_a_policy_and_a_reward_model_which_then_pays(start: Path, tm
     laid = lay_model(config.training, Mesh(connect("alone")), torch.device("cpu"), False)
     model = read_reward_model(reward, laid)
     assert model.model.value_head.weight.abs().sum() > 0
+
+
+def test_a_pair_ends_as_an_answer_of_the_model_does() -> None:
+    """Of several tokens after which an answer ends: with the one of the chat template, or of the tokenizer."""
+    source = object.__new__(PairSource)
+    source.config = SimpleNamespace(align=None, training=SimpleNamespace(context=64))  # type: ignore[assignment]
+    template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}|{% endfor %}\n{% if add_generation_prompt %}>{% endif %}"
+    )
+    nothing: Any = None
+    served = ServedModel("m", nothing, Bytes(end=7), frozenset({1, 7, ord("\n"), ord("|")}), template)
+    both = {"chosen": "yes", "rejected": "no"}
+    for case, end in [({"messages": [{"role": "user", "content": "a"}]}, ord("|")), ({"prompt": "a"}, 7)]:
+        chosen, rejected, _ = source._pair({**case, **both}, served, 1)
+        assert (chosen[-1], rejected[-1]) == (end, end)
 
 
 def test_wrong_pairs_and_prompts_are_named(start: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from tilemesh.align.config import AlignConfig
 from tilemesh.align.head import Reference
 from tilemesh.align.objective import FeedbackObjective
-from tilemesh.align.prompts import answer_tokens, prompt_tokens
+from tilemesh.align.prompts import answer_end, answer_tokens, prompt_tokens
 from tilemesh.core.errors import UsageError
 from tilemesh.data.cases import Case, read_cases
 from tilemesh.data.order import Order, rows_of
@@ -60,7 +60,7 @@ class PairSource(Source):
             path = self.config.align.preferences
             raise UsageError(f"{path}, pair {number}: expected texts `chosen` and `rejected` beside the prompt")
         _, prompt = prompt_tokens(case, served)
-        end = min(served.ends, default=served.tokenizer.end)
+        end = answer_end(case, served)
         both = [[*prompt, *answer_tokens(case[word], served.tokenizer, end)] for word in _WORDS]
         most = self.config.training.context
         if max(map(len, both)) > most:

@@ -11,7 +11,7 @@ from tilemesh.align.config import FeedbackConfig
 from tilemesh.align.tasks import TASKS
 from tilemesh.core.errors import UsageError
 from tilemesh.data.cases import Case, read_cases
-from tilemesh.data.chat import Template
+from tilemesh.data.chat import ASSISTANT, Template
 from tilemesh.data.order import Order
 from tilemesh.data.tokenizer import Tokenizer, encode_prompt
 from tilemesh.data.tokenizer_files import DEFAULT
@@ -19,6 +19,8 @@ from tilemesh.serve.load import ServedModel
 from tilemesh.serve.request import Sampling
 
 _HELD_OUT_SEED = 1 << 40
+_ANSWER = "\ufdd2"
+"""In place of an answer: no character, by Unicode's own word."""
 
 
 class Prompt(NamedTuple):
@@ -100,13 +102,27 @@ class PromptSource:
 def prompt_tokens(case: Case, served: ServedModel) -> tuple[str, list[int]]:
     """A case's prompt as text and tokens: as it is, or messages by the model's chat template."""
     if "messages" in case:
-        if served.chat_template is None:
-            raise UsageError("a case has messages and this model has no chat template: give prompts as text")
-        template = Template({DEFAULT: served.chat_template}, served.special_tokens or {})
-        text = template.render(case["messages"], answer_follows=True)
+        text = _template(served).render(case["messages"], answer_follows=True)
         return text, encode_prompt(served.tokenizer, text)
     text = str(case["prompt"])
     return text, encode_prompt(served.tokenizer, text, special=True)
+
+
+def answer_end(case: Case, served: ServedModel) -> int:
+    """The token that ends an answer: of messages, the one that the chat template writes behind it."""
+    end = served.tokenizer.end
+    if "messages" in case:
+        answer = {"role": ASSISTANT, "content": _ANSWER}
+        behind = _template(served).render([*case["messages"], answer], answer_follows=False).rpartition(_ANSWER)[2]
+        written = (token for token in encode_prompt(served.tokenizer, behind) if token in served.ends)
+        end = next(written, end)
+    return end if end in served.ends else min(served.ends, default=end)
+
+
+def _template(served: ServedModel) -> Template:
+    if served.chat_template is None:
+        raise UsageError("a case has messages and this model has no chat template: give prompts as text")
+    return Template({DEFAULT: served.chat_template}, served.special_tokens or {})
 
 
 def answer_tokens(text: str, tokenizer: Tokenizer, end: int) -> list[int]:
