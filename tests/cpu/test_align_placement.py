@@ -27,11 +27,11 @@ from tilemesh.align import placement
 from tilemesh.align import rows as phases_of_a_run
 from tilemesh.align.config import AlignConfig, load
 from tilemesh.align.formulas.rollout import Segment, pack
-from tilemesh.align.generate import Generator, unpacked_bytes
+from tilemesh.align.generate import Generator, packed_bytes, unpacked_bytes
 from tilemesh.align.job import fit
 from tilemesh.align.rank import train_here
 from tilemesh.align.record import note_begin, note_drawn, read_events
-from tilemesh.align.source import RolloutSource
+from tilemesh.align.source import RolloutSource, _joined
 from tilemesh.align.stream import BATCH, HELD_OUT, WEIGHTS, AnswerStream, EngineEvent
 from tilemesh.cli.commands.plan.grade import grade_run
 from tilemesh.cli.main import main
@@ -382,6 +382,19 @@ def test_batches_that_were_drawn_outlast_the_first_one_that_is_read_again(start:
     (tmp_path / CHECKPOINTS / "step-00000013").mkdir(parents=True)
     source._forget_files(4)
     assert [file.is_file() for file in files] == [False] * 3 + [True] * 6
+
+
+def test_parts_of_pay_stay_beside_their_answers() -> None:
+    """Where one engine's answers have a part that another's lack."""
+    rollouts = [pack([[Segment([5]), Segment([row], [-1.0], [1])]] * 2, [row] * 2, ["stop"] * 2) for row in (0, 1)]
+    parts: list[Any] = [{"task": np.zeros(2)}, {"task": np.ones(2), "task.format": np.array([3.0, 4.0])}]
+    for order in (slice(None), slice(None, None, -1)):
+        pieces = [packed_bytes(rollout, own, []) for rollout, own in zip(rollouts, parts, strict=True)][order]
+        rollout, joined, _ = _joined([b"", *pieces])
+        for name, expected in [("task", [0, 0, 1, 1]), ("task.format", [math.nan, math.nan, 3, 4])]:
+            both = [expected[2 * row : 2 * row + 2] for row in (0, 1)][order]
+            np.testing.assert_array_equal(joined[name], np.concatenate(both))
+        assert [len(values) for values in joined.values()] == [len(rollout)] * 2
 
 
 def test_a_distance_that_is_paid_is_estimated_as_was_set(start: Path, tmp_path: Path) -> None:

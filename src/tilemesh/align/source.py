@@ -472,15 +472,14 @@ class RolloutSource(Source):
 
 def _joined(pieces: Sequence[bytes]) -> tuple[Rollout, dict[str, Floats], list[str]]:
     """All answers, the parts of their pay, and why some could not be scored."""
-    rollouts, parts, failures = [], dict[str, list[Floats]](), list[str]()
-    for piece in filter(None, pieces):
-        rollout, named, words = unpacked_bytes(piece)
-        rollouts.append(rollout)
+    each, failures = [unpacked_bytes(piece) for piece in pieces if piece], list[str]()
+    for _, _, words in each:
         assert isinstance(words, list)
         failures += words
-        for name, values in named.items():
-            parts.setdefault(name, []).append(values)
-    return join(rollouts), {name: np.concatenate(values) for name, values in parts.items()}, failures
+    parts = dict[str, Floats]()
+    for name in dict.fromkeys(name for _, named, _ in each for name in named):  # which an engine's share may lack
+        parts[name] = np.concatenate([named.get(name, np.full(len(rollout), np.nan)) for rollout, named, _ in each])
+    return join([rollout for rollout, _, _ in each]), parts, failures
 
 
 def _trained_places(rollout: Rollout, rows: range) -> Whole:
