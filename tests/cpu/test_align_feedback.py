@@ -13,6 +13,7 @@ import pytest
 import torch
 from align_start import write_start
 
+from tilemesh.align.checks import check_rewards
 from tilemesh.align.config import load
 from tilemesh.align.generate import unpacked_bytes
 from tilemesh.align.job import fit
@@ -161,7 +162,9 @@ def test_what_cannot_be_scored_gets_the_least_that_any_got_and_at_most_nothing()
     assert rewards.total(parts).tolist() == [1.0, -1.0, -1.0, -1.0]
     assert rewards.total({"task": np.array([2.0, math.nan]), "style": np.zeros(2)}).tolist() == [2.0, 0.0]
     rewards.weights = {"task": 1.0, "watched": 0.0}  # which counts for nothing and may be missing
-    assert rewards.total({"task": np.array([2.0, 1.0]), "watched": np.array([math.nan, 3.0])}).tolist() == [2.0, 1.0]
+    parts = {"task": np.array([2.0, 1.0]), "watched": np.array([math.nan, 3.0])}
+    assert rewards.total(parts).tolist() == [2.0, 1.0]
+    check_rewards(rewards.total(parts), parts, rewards.weights)
     rewards.weights = {"task": 0.0}
     assert rewards.total({"task": np.array([2.0, math.nan])}).tolist() == [0.0, 0.0]
     assert _weight("check.py:score") == ("check.py:score", 1.0)

@@ -47,7 +47,8 @@ def check_rollout(rollout: Rollout, versions: range, answers: int) -> None:
 
 def check_rewards(reward_S: Floats, parts: Mapping[str, Floats], weights: Mapping[str, float]) -> None:
     """Each answer is paid for its own parts, and one that could not be scored not at all."""
-    worth_S = sum((weight * parts[name] for name, weight in weights.items()), np.zeros(len(reward_S)))
+    counted = (weight * parts[name] for name, weight in weights.items() if weight)  # the others may be missing
+    worth_S = sum(counted, np.zeros(len(reward_S)))
     scored = np.isfinite(worth_S)
     least = min(0.0, float(worth_S[scored].min(initial=0.0)))
     for place in np.flatnonzero(~scored & (reward_S > least)):
