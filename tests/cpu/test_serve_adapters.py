@@ -6,6 +6,7 @@ import dataclasses
 import json
 import random
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tilemesh.model.kinds import compressed, projections
 from tilemesh.model.lora import PEFT_CONFIG, PEFT_WEIGHTS, read_adapter, save_adapter
 from tilemesh.model.transformer import Transformer
 from tilemesh.serve import Engine, Replicas, Sampling
+from tilemesh.serve.jobs import AnswerPart
 
 CONFIG = ModelConfig(
     layers=2, width=32, heads=4, kv_heads=2, mlp_width=64, vocabulary=259, context=96, norm="rmsnorm",
@@ -211,6 +213,22 @@ def test_a_request_whose_adapter_was_just_dropped_leaves_nothing(
         with pytest.raises(UsageError, match="unknown adapter 'a0'"):
             engine.submit([1], asked(0), lambda part: None)
         assert engine._unfinished == 0
+
+
+def test_a_request_that_has_not_begun_keeps_its_adapters_slot(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: SimpleQueue[AnswerPart] = SimpleQueue()
+    with Engine(folders / "base", pages=60, adapters=1) as engine:
+        engine.load_adapter("a0", folders / "a0")
+
+        def submit_first() -> None:  # between taking orders and doing what they said
+            monkeypatch.undo()
+            engine.submit(prompts_of(1)[0], asked(0), heard.put)
+
+        monkeypatch.setattr(engine._core, "end_late", submit_first)
+        with pytest.raises(UsageError, match="1 adapters are held"):
+            engine.load_adapter("a0", folders / "a1")
+        while heard.get(timeout=60).finish is None:
+            pass
 
 
 def test_an_adapter_is_in_all_replicas_or_in_none(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:

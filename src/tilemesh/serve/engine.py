@@ -388,7 +388,8 @@ class Engine(PromptTaker):
             if self.asleep:
                 raise UsageError("the engine sleeps: wake it before it loads an adapter")
             in_use = {request.adapter for request in (*self._scheduler.running, *self._scheduler.waiting)}
-            slots.put(name, folder, weights, in_use)
+            with self._lock:  # nobody is given a number meanwhile, and those who were may not have begun
+                slots.put(name, folder, weights, in_use | {job.adapter for job in self._submitted})
             self._weights.write_adapters()
 
         self._between_steps(put)
