@@ -21,7 +21,10 @@ from tilemesh.model.transformer import Transformer
 from tilemesh.serve import Engine, Sampling
 from tilemesh.serve.jobs import AnswerPart
 from tilemesh.serve.load import ServedModel
+from tilemesh.serve.replies import chat_logprobs, echoed_logprobs, text_logprobs
 from tilemesh.serve.request import FinishReason
+from tilemesh.serve.sampling import TokenLogprobs
+from tilemesh.serve.text import Spelling, TokenTexts
 
 pytest.importorskip("llguidance")
 
@@ -194,6 +197,27 @@ def _tokenizer(kind: str, path: Path) -> FileTokenizer:
     inner.add_tokens(["plain added"])
     inner.save(str(path))
     return FileTokenizer(path)
+
+
+def test_logprobs_have_the_bytes_that_tokens_have_in_the_text(tmp_path: Path) -> None:
+    """A part of a character is no text, a leading blank is one, and of two tokens with one text the likelier counts."""
+    tokenizer = _tokenizer("fallback", tmp_path / "tokenizer.json")
+    number = tokenizer._inner.get_vocab()
+    the, cat, first, second = (number[text] for text in ("▁the", "▁cat", "<0xC3>", "<0xA9>"))
+    top = ((first, -0.1), (second, -3.0), (cat, -4.0), (number["the"], -5.0), (the, -6.0))
+    drawn = [TokenLogprobs(token, -1.0, top) for token in (the, first, second, cat)]
+    spelling = Spelling(tokenizer)
+    told = chat_logprobs(drawn, TokenTexts(spelling))["content"]
+    assert b"".join(bytes(one["bytes"]) for one in told) == "theé cat".encode()
+    assert [one["token"] for one in told] == ["the", "\ufffd", "\ufffd", " cat"]
+    told = text_logprobs(drawn, TokenTexts(spelling, 10))
+    assert told["text_offset"] == [10, 13, 13, 14]
+    assert told["top_logprobs"][0] == {"\ufffd": -0.1, "cat": -4.0, "the": -5.0}
+    assert told["top_logprobs"][1] == {"\ufffd": -0.1, " cat": -4.0, "the": -5.0, " the": -6.0}
+    prompt = [number["</s>"], the, cat]  # of which the text has no beginning
+    told = echoed_logprobs(prompt, drawn[:1] + drawn[3:], " the cat", spelling)
+    assert (told["tokens"], told["text_offset"]) == (["</s>", " the", " cat"], [0, 0, 4])
+    assert told["token_logprobs"] == [None, -1.0, -1.0]
 
 
 @pytest.mark.parametrize("kind", ["bytes", "fallback", "metaspace"])

@@ -208,15 +208,24 @@ def test_echo_repeats_the_prompt_with_its_logprobs(server: Serving, expected: En
     assert told == made.logprobs.token_logprobs
 
 
-def test_a_streamed_echo_has_all_of_the_prompts_logprobs_in_every_choice(folder: Path) -> None:
-    """The first answer computes the prompt again for them, in chunks; the second finds it and is there before."""
+def test_a_streamed_echo_has_all_of_the_prompts_logprobs_in_every_choice(tmp_path: Path) -> None:
+    """The first answer computes the prompt again for them, in chunks; the second finds it and is there before. What the
+    tokenizer puts before a text is no part of it."""
     testclient: Any = pytest.importorskip("starlette.testclient")
+    tokenizers: Any = pytest.importorskip("tokenizers")
+    folder = make_folder(tmp_path / "begins")
+    inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    inner.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 256)])
+    inner.save(str(folder / "tokenizer.json"))
     asked = {"prompt": "echo" * 10, "max_tokens": 3, "seed": 1, "n": 2, "logprobs": 0, "echo": True}
     with Engine(folder, pages=64, page_tokens=4, chunk_tokens=8) as engine:
         access = server_access("127.0.0.1", [], ["testserver"], [], False)
         client = testclient.TestClient(make_app(engine, access=access))
         whole = client.post("/v1/completions", json=asked).json()["choices"]
         told: list[list[float]] = [[], []]
+        assert [choice["text"][:41] for choice in whole] == [asked["prompt"] + choice["text"][40] for choice in whole]
+        assert [choice["logprobs"]["text_offset"][:42] for choice in whole] == [[0, *range(41)]] * 2
+        assert [choice["logprobs"]["tokens"][:2] for choice in whole] == [["<s>", "e"]] * 2
         for line in client.post("/v1/completions", json=asked | {"stream": True}).text.split("\n\n")[:-2]:
             (choice,) = json.loads(line.removeprefix("data: "))["choices"]
             told[choice["index"]] += (choice["logprobs"] or {"token_logprobs": []})["token_logprobs"]

@@ -9,6 +9,7 @@ threads of its own, so that the loop answers everybody else meanwhile, and limit
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import time
 import uuid
@@ -42,6 +43,7 @@ from tilemesh.serve.replies import (
     chat_logprobs,
     chunk_choice,
     delta_choice,
+    echoed_logprobs,
     failure,
     finish_word,
     text_logprobs,
@@ -51,6 +53,7 @@ from tilemesh.serve.replies import (
 )
 from tilemesh.serve.request import FinishReason
 from tilemesh.serve.scheduler import QueueFullError
+from tilemesh.serve.text import Spelling, TokenTexts
 from tilemesh.serve.texts import PATHS as TEXT_PATHS
 from tilemesh.serve.texts import text_routes
 from tilemesh.serve.tools import AnswerReader, delta_fields, whole_message
@@ -134,9 +137,11 @@ class LiveReply:
         asked: AskedCompletion,
         metrics: ServerMetrics,
         loop: asyncio.AbstractEventLoop,
+        spelling: Spelling | None,
     ) -> None:
-        """`loop` is where the parts are heard; this may be called in any thread."""
-        self.engine, self.asked, self.metrics = engine, asked, metrics
+        """`loop` is where the parts are heard; this may be called in any thread. `spelling`: of tokens whose
+        log-probabilities are wanted."""
+        self.engine, self.asked, self.metrics, self.spelling = engine, asked, metrics, spelling
         self.began = time.monotonic()
         self.parts: asyncio.Queue[tuple[int, AnswerPart]] = asyncio.Queue()
         self.left = len(prompts) * asked.sampling.n
@@ -269,7 +274,8 @@ class ServingApp:
             self._named.add(field)
             self._say(f"a request has '{field}', which is accepted and changes nothing here; it is not named again")
         asked = replace(asked, sampling=replace(asked.sampling, adapter=self.adapter(asked.model)))
-        return LiveReply(self.engine, self._prompts(asked), asked, self.metrics, loop)
+        spelling = None if asked.sampling.logprobs is None else self._spelling
+        return LiveReply(self.engine, self._prompts(asked), asked, self.metrics, loop, spelling)
 
     def adapter(self, name: str | None) -> str | None:
         """The adapter that a body names as its model; None: the model itself."""
@@ -329,8 +335,8 @@ class ServingApp:
         if reply.asked.scores:
             completions = [without_answers(completion) for completion in completions]
             reply.output_tokens = 0
-        sampling, decoder = reply.asked.sampling, self.engine.served.tokenizer
-        choices = whole_choices(completions, head, decoder, sampling.logprobs is not None, reply.asked.echo)
+        echoed = [self._echoed(reply, number) for number in range(len(completions))]
+        choices = whole_choices(completions, head, reply.spelling, echoed)
         for choice in choices:
             if head.chat and (reader := self._reader(reply)) is not None:
                 choice["message"] = whole_message(reader, choice["message"]["content"])
@@ -346,8 +352,8 @@ class ServingApp:
 
     async def _stream(self, reply: LiveReply, head: ReplyHead) -> AsyncIterator[bytes]:
         """Server-sent events. When the client hangs up, this generator is closed, and `each` aborts the rest."""
-        asked, decoder = reply.asked, self.engine.served.tokenizer
-        offsets: dict[int, int] = {}
+        asked = reply.asked
+        texts: dict[int, TokenTexts | None] = {}  # of tokens whose log-probabilities are wanted
         versions: dict[int, list[int]] = {}  # of tokens since the last chunk
         readers = [self._reader(reply) if head.chat else None for _ in range(len(reply.jobs) * asked.sampling.n)]
 
@@ -357,21 +363,15 @@ class ServingApp:
         try:
             async with aclosing(reply.each()) as parts:
                 async for index, part in parts:
-                    first = index not in offsets
-                    if first:
-                        echoed, offsets[index] = self._opening(reply, index), 0
+                    if index not in texts:
+                        before, logprobs = self._opening(reply, index // asked.sampling.n)
+                        texts[index] = None if reply.spelling is None else TokenTexts(reply.spelling, len(before))
                         if head.chat or asked.echo:
-                            yield chunk(chunk_choice(head, index, *echoed, first=True))
-                            offsets[index] += len(echoed[0])
+                            yield chunk(chunk_choice(head, index, before, None, logprobs, first=True))
                     versions.setdefault(index, []).extend([part.version] * len(part.tokens))
                     logprobs = None
-                    if asked.sampling.logprobs is not None and part.logprobs:
-                        offset = offsets[index]
-                        logprobs = (
-                            chat_logprobs(part.logprobs, decoder)
-                            if head.chat
-                            else text_logprobs(part.logprobs, decoder, offset=offset)
-                        )
+                    if (own := texts[index]) is not None and part.logprobs:
+                        logprobs = (chat_logprobs if head.chat else text_logprobs)(part.logprobs, own)
                     finish, reader = None if part.finish is None else part.finish.value, readers[index]
                     if reader is not None:
                         deltas = [delta_fields(delta) for delta in reader.add(part.text, last=finish is not None)]
@@ -383,7 +383,6 @@ class ServingApp:
                             yield chunk(delta_choice(index, {}, last, logprobs, versions.pop(index, ())))
                     elif part.text or finish is not None or logprobs is not None:
                         yield chunk(chunk_choice(head, index, part.text, finish, logprobs, versions.pop(index)))
-                    offsets[index] += len(part.text)
             self._count_found(reply)
             if asked.stream_usage:
                 yield _event({**head([], chunk=True), "usage": reply.usage()})
@@ -391,14 +390,24 @@ class ServingApp:
         except (RunError, UsageError) as error:
             yield _event(failure(str(error), _FAILED if isinstance(error, RunError) else _INVALID))
 
-    def _opening(self, reply: LiveReply, index: int) -> tuple[str, None, dict[str, Any] | None]:
+    def _opening(self, reply: LiveReply, number: int) -> tuple[str, dict[str, list[Any]] | None]:
         """What comes before an answer's own text: nothing, or the prompt where it is echoed."""
-        if not reply.asked.echo:
-            return "", None, None
-        decoder, job = self.engine.served.tokenizer, reply.jobs[index // reply.asked.sampling.n]
+        text, job = self._echoed(reply, number), reply.jobs[number]
+        if not reply.asked.echo or reply.spelling is None:
+            return text, None
         known = [job.prompt_logprobs[position] for position in sorted(job.prompt_logprobs)]
-        logprobs = text_logprobs(known, decoder, job.prompt[:1]) if reply.asked.sampling.logprobs is not None else None
-        return decoder.decode(job.prompt), None, logprobs
+        return text, echoed_logprobs(job.prompt, known, text, reply.spelling)
+
+    def _echoed(self, reply: LiveReply, number: int) -> str:
+        """A prompt where it is to be echoed: as it came, or the text of its tokens."""
+        if not reply.asked.echo:
+            return ""
+        prompt = reply.asked.prompts[number]
+        return prompt if isinstance(prompt, str) else self.engine.served.tokenizer.decode(prompt)
+
+    @functools.cached_property
+    def _spelling(self) -> Spelling:
+        return Spelling(self.engine.served.tokenizer)
 
     def _count_found(self, reply: LiveReply) -> None:
         self.metrics.found_tokens.inc(sum(job.found for job in reply.jobs))

@@ -13,8 +13,12 @@ from typing import Any
 from tilemesh.serve.answers import Completion
 from tilemesh.serve.request import FinishReason
 from tilemesh.serve.sampling import TokenLogprobs
-from tilemesh.serve.text import Decoder
+from tilemesh.serve.text import Spelling, TokenTexts
 from tilemesh.serve.tools import AnswerReader
+
+_TEXT_COLUMNS = (
+    "tokens", "text_offset", "token_logprobs", "top_logprobs", "sampled_logprobs", "sampled_top_logprobs",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,24 +48,24 @@ def usage(prompt_tokens: int, found_tokens: int, completion_tokens: int) -> dict
 
 
 def whole_choices(
-    completions: Sequence[Completion], head: ReplyHead, decoder: Decoder, logprobs: bool, echo: bool
+    completions: Sequence[Completion], head: ReplyHead, spelling: Spelling | None, echoed: Sequence[str]
 ) -> list[dict[str, Any]]:
+    """`spelling`: of tokens whose log-probabilities are wanted. `echoed`: of each prompt what comes before answers."""
     choices: list[dict[str, Any]] = []
-    for completion in completions:
-        before = decoder.decode(completion.prompt_tokens) if echo else ""
+    for completion, before in zip(completions, echoed, strict=True):
         for answer in completion.answers:
-            tokens = answer.logprobs
             choice: dict[str, Any] = {"index": len(choices), "finish_reason": answer.finish.value, "logprobs": None}
             choice["weight_versions"] = _version_runs(answer.versions)
             if head.chat:
                 choice["message"] = {"role": "assistant", "content": answer.text, "refusal": None}
-                choice["logprobs"] = chat_logprobs(tokens, decoder) if logprobs else None
             else:
                 choice["text"] = before + answer.text
-                if logprobs:
-                    prompt = completion.prompt_tokens[:1] if echo else ()
-                    shown = (*completion.prompt_logprobs, *tokens) if echo else tokens
-                    choice["logprobs"] = text_logprobs(shown, decoder, prompt)
+            if spelling is not None:
+                texts = TokenTexts(spelling, len(before))
+                choice["logprobs"] = (chat_logprobs if head.chat else text_logprobs)(answer.logprobs, texts)
+                if completion.prompt_logprobs or before:
+                    parts = echoed_logprobs(completion.prompt_tokens, completion.prompt_logprobs, before, spelling)
+                    choice["logprobs"] = {name: parts[name] + values for name, values in choice["logprobs"].items()}
             choices.append(choice)
     return choices
 
@@ -116,51 +120,54 @@ def _version_runs(versions: Sequence[int]) -> list[list[int]]:
 
 
 def text_logprobs(
-    tokens: Sequence[TokenLogprobs], decoder: Decoder, before: Sequence[int] = (), offset: int = 0
-) -> dict[str, Any]:
+    tokens: Sequence[TokenLogprobs], texts: TokenTexts, before: Sequence[int] = ()
+) -> dict[str, list[Any]]:
     """As completions have them, and as sampled. `before`: tokens of which nothing is known, the first of a prompt that
     is echoed."""
-    texts = [decoder.decode([token]) for token in (*before, *(entry.token for entry in tokens))]
-    unknown = [None] * len(before)
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
-    return {
-        "tokens": texts,
-        "token_logprobs": [*unknown, *(entry.logprob for entry in tokens)],
-        "top_logprobs": [
-            *unknown,
-            *({decoder.decode([token]): value for token, value in entry.top} for entry in tokens),
-        ],
-        "text_offset": offsets,
-        "sampled_logprobs": [*unknown, *(entry.sampled for entry in tokens)],
-        "sampled_top_logprobs": [
-            *unknown,
-            *({decoder.decode([token]): value for token, value in entry.sampled_top} for entry in tokens),
-        ],
-    }
+    columns: dict[str, list[Any]] = {name: [] for name in _TEXT_COLUMNS}
+    for token, entry in (*((token, None) for token in before), *((entry.token, entry) for entry in tokens)):
+        values: tuple[Any, ...] = (None,) * 4
+        if entry is not None:
+            values = (entry.logprob, _by_text(entry.top, texts), entry.sampled, _by_text(entry.sampled_top, texts))
+        for name, value in zip(_TEXT_COLUMNS, (texts.text(token), texts.add(token), *values), strict=True):
+            columns[name].append(value)
+    return columns
 
 
-def chat_logprobs(tokens: Sequence[TokenLogprobs], decoder: Decoder) -> dict[str, Any]:
+def echoed_logprobs(
+    prompt: Sequence[int], known: Sequence[TokenLogprobs], text: str, spelling: Spelling
+) -> dict[str, list[Any]]:
+    """Of a prompt's tokens. Those that its text has not, such as a beginning, take no room in it."""
+    spelt = b"".join(spelling(token, place == 0) for place, token in enumerate(prompt)).decode(errors="replace")
+    return text_logprobs(known, TokenTexts(spelling, len(text) - len(spelt)), prompt[:1])
+
+
+def _by_text(top: Sequence[tuple[int, float]], texts: TokenTexts) -> dict[str, float]:
+    """Of tokens with one text, such as parts of a character, the likeliest: it comes first."""
+    found: dict[str, float] = {}
+    for token, value in top:
+        found.setdefault(texts.text(token), value)
+    return found
+
+
+def chat_logprobs(tokens: Sequence[TokenLogprobs], texts: TokenTexts) -> dict[str, Any]:
     """As chat completions have them, and as sampled."""
-    return {
-        "content": [
+    content = []
+    for entry in tokens:
+        content.append(
             {
-                **_shown(entry.token, entry.logprob, decoder),
-                "top_logprobs": [_shown(token, logprob, decoder) for token, logprob in entry.top],
+                **_shown(entry.token, entry.logprob, texts),
+                "top_logprobs": [_shown(token, logprob, texts) for token, logprob in entry.top],
                 "sampled_logprob": entry.sampled,
-                "sampled_top_logprobs": [_shown(token, logprob, decoder) for token, logprob in entry.sampled_top],
+                "sampled_top_logprobs": [_shown(token, logprob, texts) for token, logprob in entry.sampled_top],
             }
-            for entry in tokens
-        ],
-        "refusal": None,
-    }
+        )
+        texts.add(entry.token)
+    return {"content": content, "refusal": None}
 
 
-def _shown(token: int, logprob: float, decoder: Decoder) -> dict[str, Any]:
-    text = decoder.decode([token])
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+def _shown(token: int, logprob: float, texts: TokenTexts) -> dict[str, Any]:
+    return {"token": texts.text(token), "logprob": logprob, "bytes": list(texts.spell(token))}
 
 
 def failure(message: str, kind: str, parameter: str | None = None, code: str | None = None) -> dict[str, Any]:

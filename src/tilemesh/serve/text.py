@@ -6,8 +6,12 @@ of several bytes that has not ended) or as it could be the beginning of a stop s
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from typing import Protocol
+
+from tilemesh.core.errors import UsageError
+from tilemesh.data.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"  # what a tokenizer decodes an incomplete character to
 
@@ -16,6 +20,46 @@ class Decoder(Protocol):
     """A tokenizer, as far as it is needed here."""
 
     def decode(self, tokens: Sequence[int]) -> str: ...
+
+
+class Spelling:
+    """What each token adds to a text, in bytes: as its first token, and later."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        try:
+            self._tables = [tokenizer.spell(beginning) for beginning in (False, True)]
+        except UsageError:  # of this vocabulary it is not known
+            self._tables = [[], []]
+
+    def __call__(self, token: int, is_first: bool) -> bytes:
+        table = self._tables[is_first]
+        spelt = table[token] if token < len(table) else None
+        return self._tokenizer.decode([token]).encode() if spelt is None else spelt
+
+
+class TokenTexts:
+    """The tokens of one text one by one, and where in it each begins."""
+
+    def __init__(self, spelling: Spelling, offset: int = 0) -> None:
+        self._spelling, self._is_first, self._offset = spelling, True, offset
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def spell(self, token: int) -> bytes:
+        """A token that may be the next one."""
+        return self._spelling(token, self._is_first)
+
+    def text(self, token: int) -> str:
+        return self.spell(token).decode(errors="replace")
+
+    def add(self, token: int) -> int:
+        """The next token; returns where the character stands that it begins with, or goes on with."""
+        spelt, unended = self.spell(token), self._characters.getstate()[0]
+        # What did not end, and does not go on, is a character of its own.
+        begin = self._offset + (len((unended + spelt[:1]).decode(errors="replace")) - 1 if unended else 0)
+        self._offset += len(self._characters.decode(spelt))
+        self._is_first = False
+        return max(0, begin)
 
 
 class TextStream:
