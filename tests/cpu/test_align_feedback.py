@@ -241,6 +241,22 @@ def test_a_pair_ends_as_an_answer_of_the_model_does() -> None:
         assert (chosen[-1], rejected[-1]) == (end, end)
 
 
+@pytest.mark.parametrize("microbatch", [2, 4])
+def test_a_held_out_loss_is_a_mean_over_pairs(microbatch: int) -> None:
+    """However many are in a microbatch, and however long they are."""
+    source = object.__new__(PairSource)
+    source.config = SimpleNamespace(plan=SimpleNamespace(microbatch=microbatch))  # type: ignore[assignment]
+    source.mesh = SimpleNamespace(dp=SimpleNamespace(index=0, size=1))  # type: ignore[assignment]
+    source.device, source.reference = torch.device("cpu"), None
+    source.kept = [([1] * length, [1] * length, 1) for length in (3, 9, 4)]
+    losses, total, tokens = iter([1.0, 2.0, 6.0]), 0.0, 0
+    for batch in source.held_out():
+        weight_N = batch.tensors[2][1]
+        total += float(weight_N[0]) * sum(next(losses) for _ in range(len(batch.tensors[0]) // 2))
+        tokens += len(weight_N)
+    assert total / tokens == pytest.approx(3)
+
+
 def test_wrong_pairs_and_prompts_are_named(start: Path, tmp_path: Path) -> None:
     file = tmp_path / "pairs.jsonl"
     for text, words in [('{"prompt": "a", "chosen": "b"}\n', "pair 1"), ("{}\n", "line 1"), ("nope\n", "no JSON")]:

@@ -82,10 +82,10 @@ class PairSource(Source):
     def held_out(self) -> Iterator[Microbatch]:
         mine = range(self.mesh.dp.index, len(self.kept), self.mesh.dp.size)
         size = max(1, self.config.plan.microbatch // 2)
+        weight = sum(map(_trained, self.kept)) / max(1, len(self.kept))  # one of all: the mean is over pairs
         for begin in range(0, len(mine), size):
             pairs = [self.kept[place] for place in mine[begin : begin + size]]
-            tensors = self._tensors(pairs, sum(map(_trained, pairs)) / len(pairs))
-            yield Microbatch(tensors, 0)
+            yield Microbatch(self._tensors(pairs, weight), 0)
 
     def _tensors(self, pairs: Sequence[tuple[list[int], list[int], int]], weight: float) -> tuple[Tensor, ...]:
         """Tokens, targets, and of each trained token the reference's log-probability and what a pair counts for."""
