@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ from align_start import write_start
 
 from tilemesh.align import placement
 from tilemesh.align.checks import check_position
-from tilemesh.align.config import AlignConfig, load, of_run
+from tilemesh.align.config import CONFLICTS, AlignConfig, load, of_run
 from tilemesh.align.generate import unpacked_bytes
 from tilemesh.align.job import fit
 from tilemesh.align.lessons import FeedbackLessons
 from tilemesh.align.rank import train_here
 from tilemesh.align.source import RolloutSource
 from tilemesh.comm import run_threads
+from tilemesh.core.conflicts import refusals
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.model.huggingface import read_parameters
 from tilemesh.parallel.laid import Laid
@@ -372,5 +374,8 @@ def test_what_does_not_go_together_is_refused_in_a_line(start: Path) -> None:
     ]:
         with pytest.raises(UsageError, match=words):
             made(start, *sets)
+    config = made(start)
+    apart = replace(config, training=replace(config.training, plan=replace(config.plan, dp=2, ep=2)))
+    assert [words.instead for words in refusals(CONFLICTS, apart)] == ["plan.ep=1"]
     with pytest.raises(RunError, match="prompts would be skipped"):
         check_position(3, 40, 16)

@@ -387,6 +387,8 @@ CONFLICTS: tuple[Conflict[AlignConfig], ...] = (
         "what a loss of answers needs beside tokens and targets is not handed from stage to stage", "plan.pp=1"),
     row("plan.cp", lambda config: config.plan.cp > 1,
         "answers of a pass differ in length, and a short one would leave a rank without tokens", "plan.cp=1"),
+    row("plan.ep", lambda config: config.plan.ep > 1 and not config.align.is_of_pairs,
+        "the engine computes with all experts, which no rank has", "plan.ep=1"),
     row("plan.zero", lambda config: config.plan.zero == 3,
         "the engine computes with whole weights, which no replica has", "plan.zero=2"),
     row("plan.offload", lambda config: config.plan.has_chunks and config.plan.pp == 1 and config.plan.zero < 3,
