@@ -333,7 +333,11 @@ def test_requests_name_an_adapter_as_their_model(folders: Path) -> None:
         with Engine(folders / "merged0", pages=60) as other:
             ((_, expected),) = answers(other, [prompt], [GREEDY])
         assert logprobs["sql"] == pytest.approx(expected[:6], abs=1e-5)
+        with pytest.raises(UsageError, match="called 'sql', as the model is"):
+            make_app(engine, "sql")
         assert client.post("/v1/unload_lora_adapter", json={"lora_name": "sql"}).json() == {"adapters": []}
+        named = testclient.TestClient(make_app(engine, "sql", access=access), headers=client.headers)
+        assert named.post("/v1/load_lora_adapter", json=load).status_code == 400  # its requests were the model's
         refused = client.post("/v1/completions", json=body | {"model": "sql"})
         assert refused.status_code == 404
         assert "model 'sql' is not served here: there is 'base'" in refused.json()["error"]["message"]

@@ -6,7 +6,7 @@ Whoever has a key may name any folder that this process can read; it is loaded o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -30,7 +30,9 @@ PATHS: Mapping[str, Mapping[str, type]] = {
 """Of each the fields that a body may have."""
 
 
-def admin_routes(engine: Engine | Replicas, has_key: bool) -> list[Route]:
+def admin_routes(engine: Engine | Replicas, model: str, has_key: bool) -> list[Route]:
+    """`model`: what requests call the model itself."""
+
     def answering(path: str) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             if not has_key:
@@ -38,7 +40,7 @@ def admin_routes(engine: Engine | Replicas, has_key: bool) -> list[Route]:
                 return JSONResponse(failure(why, "invalid_request_error", None, "key_needed"), 403)
             try:
                 fields = _read_fields(path, await read_body(request, engine.limits.context), engine.limits.context)
-                await asyncio.to_thread(_change, engine, path, fields)
+                await asyncio.to_thread(_change, engine, model, path, fields)
             except UsageError as error:
                 code = int(getattr(error, "status", 400))
                 return JSONResponse(failure(str(error), "invalid_request_error"), code)
@@ -74,7 +76,13 @@ _NEEDED = {
 }
 
 
-def _change(engine: Engine | Replicas, path: str, fields: dict[str, Any]) -> None:
+def check_adapters(names: Iterable[str], model: str) -> None:
+    """Refuse one that is called as the model: its requests would be answered by that."""
+    if model in names:
+        raise UsageError(f"an adapter called '{model}', as the model is: give one of them another name")
+
+
+def _change(engine: Engine | Replicas, model: str, path: str, fields: dict[str, Any]) -> None:
     for name, expected in _NEEDED.items():
         if name in PATHS[path] and name not in fields:
             raise UsageError(f"{name} is missing: expected {expected}")
@@ -85,6 +93,7 @@ def _change(engine: Engine | Replicas, path: str, fields: dict[str, Any]) -> Non
     elif path == "/v1/weights":
         engine.update_weights(**fields)
     elif "lora_path" in fields:
+        check_adapters([fields["lora_name"]], model)
         engine.load_adapter(fields["lora_name"], fields["lora_path"])
     else:
         engine.drop_adapter(fields["lora_name"])

@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tilemesh.core.access import Access
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.serve.admin import PATHS, admin_routes
+from tilemesh.serve.admin import PATHS, admin_routes, check_adapters
 from tilemesh.serve.answers import Completion, collect
 from tilemesh.serve.bodies import BodyTooLongError, EarlyReply, parse_body, read_body
 from tilemesh.serve.chat import ChatTemplate
@@ -75,6 +75,7 @@ def make_app(
     hears once of each field that is accepted and means nothing here."""
     access = access or Access()
     server = ServingApp(engine, name or engine.served.name, defaults or {}, say)
+    check_adapters(engine.adapters, server.name)
     answer: Callable[[str, bool], Callable[[Request], Awaitable[Response]]] = server.answering
     return Starlette(
         routes=[
@@ -85,7 +86,7 @@ def make_app(
             Route("/health", server.health),
             Route("/metrics", server.prometheus),
             *text_routes(server),
-            *admin_routes(engine, has_key=bool(access.keys)),
+            *admin_routes(engine, server.name, has_key=bool(access.keys)),
         ],
         exception_handlers={404: _not_here, 405: _not_here},
         middleware=[*_cross_origin(access), Middleware(_Guard, access=access)],
