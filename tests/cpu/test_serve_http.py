@@ -435,6 +435,16 @@ def test_a_folders_own_defaults_count_when_asked_for(tmp_path: Path) -> None:
         folder_defaults(tmp_path)
 
 
+def test_a_default_of_max_tokens_is_cut_to_the_room_that_is_left(folder: Path) -> None:
+    testclient: Any = pytest.importorskip("starlette.testclient")
+    access = server_access("127.0.0.1", [], ["testserver"], [], False)
+    with Engine(folder, pages=64) as engine:
+        client = testclient.TestClient(make_app(engine, defaults={"max_tokens": 96}, access=access))
+        body: dict[str, Any] = {"prompt": ["a" * 90, "a" * 80], "ignore_eos": True}
+        assert client.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 14
+        assert client.post("/v1/completions", json=body | {"max_tokens": 96}).status_code == 400
+
+
 def test_what_the_command_refuses(folder: Path, server: Serving, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", str(folder), "--port", str(server.port)]) == 1
     assert f"cannot listen on 127.0.0.1, port {server.port}" in capsys.readouterr().err

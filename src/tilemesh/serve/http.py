@@ -274,9 +274,14 @@ class ServingApp:
         for field in sorted(set(asked.ignored) - self._named):
             self._named.add(field)
             self._say(f"a request has '{field}', which is accepted and changes nothing here; it is not named again")
-        asked = replace(asked, sampling=replace(asked.sampling, adapter=self.adapter(asked.model)))
+        wanted = replace(asked.sampling, adapter=self.adapter(asked.model))
+        asked = replace(asked, sampling=replace(wanted, max_tokens=None) if asked.shortens else wanted)
+        prompts = self._prompts(asked)
+        if asked.shortens and wanted.max_tokens is not None:
+            room = min(self.engine.check(prompt, asked.sampling) for prompt in prompts)
+            asked = replace(asked, sampling=replace(wanted, max_tokens=min(room, wanted.max_tokens)))
         spelling = None if asked.sampling.logprobs is None else self._spelling
-        return LiveReply(self.engine, self._prompts(asked), asked, self.metrics, loop, spelling)
+        return LiveReply(self.engine, prompts, asked, self.metrics, loop, spelling)
 
     def adapter(self, name: str | None) -> str | None:
         """The adapter that a body names as its model; None: the model itself."""

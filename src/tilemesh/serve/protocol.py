@@ -54,6 +54,8 @@ class AskedCompletion:
     tools: ToolUse = field(default_factory=ToolUse)
     scores: bool = False
     """Whether nothing is to be written: a prompt's own log-probabilities are asked for."""
+    shortens: bool = False
+    """Whether max_tokens is a default of the server's, for which there need not be room."""
     ignored: tuple[str, ...] = field(default=(), compare=False)
     """Fields that are accepted and change no answer."""
 
@@ -148,6 +150,7 @@ def _read(
             hint = f"did you mean '{close}'? " if close else ""
             raise RefusedError(name[:200], f"{shown(name)} is not served here: {hint}leave it out")
         fields[name](name, value, reading)
+    reading.asked["shortens"] = "max_tokens" in defaults and "max_tokens" not in reading.sampling
     reading.sampling = {**defaults, **reading.sampling}
     return reading
 
