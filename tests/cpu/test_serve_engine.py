@@ -28,7 +28,7 @@ from tilemesh.model.kinds import FewBits
 from tilemesh.model.sampling import sample
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.gate.alone import compress_all
-from tilemesh.serve import Engine, EngineConfig, QueueFullError, Sampling
+from tilemesh.serve import Engine, EngineConfig, QueueFullError, Sampling, memory
 from tilemesh.serve.answers import Completion
 from tilemesh.serve.jobs import AnswerPart
 from tilemesh.serve.load import ServedModel
@@ -647,6 +647,18 @@ def test_memory_and_pages_are_one_or_the_other(small: ServedModel) -> None:
         Engine(small, dtype="int8")
     with Engine(small, running=2) as engine:
         assert engine.limits.pages == 2 * CONTEXT // 16
+
+
+def test_engines_that_share_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_cpu_bytes", lambda: 1 << 20)
+    pages = [
+        memory.choose_limits(
+            EngineConfig(memory=share, shared_by=engines), LLAMA.replace(context=1 << 20), torch.float32, 1 << 20,
+            torch.device("cpu"), None,
+        ).pages
+        for share, engines in [(0.8, 1), (0.8, 4), (None, 1), (None, 4)]
+    ]  # fmt: skip
+    assert [4 * pages[1], 4 * pages[3]] == pytest.approx([pages[0], pages[2]], abs=4)
 
 
 def test_generated_text_ends_before_an_end_token_of_the_model(small: ServedModel) -> None:

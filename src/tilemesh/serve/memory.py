@@ -50,8 +50,9 @@ def choose_limits(
         if device.type == "cuda":
             useful *= 1 + config.prefix_room
         pages = choose_pages(
-            model, dtype, config.page_tokens, useful, config.memory, device, draft, config.kv_cache, local
-        )
+            model, dtype, config.page_tokens, useful, config.memory, device, draft, config.kv_cache, local,
+            config.shared_by,
+        )  # fmt: skip
     same = {field.name: getattr(config, field.name) for field in fields(ServeLimits) if hasattr(config, field.name)}
     local = local if local < pages else 0
     window = model.window if slides and (local or not model.full_layers) else 0
@@ -69,11 +70,13 @@ def choose_pages(
     draft: ModelConfig | None = None,
     kv_cache: str = "",
     local_pages: int = 0,
+    shared_by: int = 1,
 ) -> int:
     """As many as fit into a share of what is free, and no more than `useful_tokens` could ever fill.
 
     A draft model's keys and values lie in pages of its own beside them. `kv_cache`: as in `ServeLimits`. `local_pages`:
-    so many are enough for layers with a window, which have pages of their own; 0: they have none.
+    so many are enough for layers with a window, which have pages of their own; 0: they have none. `shared_by`: engines
+    of this machine that have such a share together.
     """
     Range(1, 2**40).check("page_tokens", page_tokens, whole=True)
     on_gpu = device.type == "cuda"
@@ -83,7 +86,7 @@ def choose_pages(
     models = [model for model in (config, draft) if model is not None]
     numbers = [key_value_bytes(model, 1) * code_bytes(dtype.itemsize, model.head_width, kv_cache) for model in models]
     each = int(sum(numbers) * page_tokens)
-    room = int(free * (share if share is not None else _GPU_SHARE if on_gpu else _CPU_SHARE))
+    room = int(free * (share if share is not None else _GPU_SHARE if on_gpu else _CPU_SHARE)) // shared_by
     fitting = room // each
     if 0 < local_pages < fitting:
         full = each * len({*config.full_layers}) // config.layers
