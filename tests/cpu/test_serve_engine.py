@@ -530,6 +530,22 @@ def test_an_aborted_job_says_so_and_others_go_on(engine: Engine) -> None:
     engine.abort(job)  # too late, and no harm
 
 
+def test_a_listener_that_fails_ends_its_own_request(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    heard: list[AnswerPart] = []
+
+    def hear(part: AnswerPart) -> None:
+        heard.append(part)
+        raise ValueError("nobody is there")
+
+    engine.submit([1, 2, 3], Sampling(max_tokens=40, ignore_eos=True), hear)
+    wait_until(lambda: heard and heard[-1].finish is FinishReason.ABORT and engine.status.pages_used == 0)
+    assert engine.alive
+    assert only(engine.generate("other", Sampling(max_tokens=5, seed=1))).text
+    assert {str(each.exc_value) for each in failed} == {"nobody is there"}
+
+
 def test_a_full_engine_refuses_and_generate_waits_its_turn(small: ServedModel) -> None:
     with Engine(small, pages=40, running=2, waiting=1) as engine:
         jobs = [engine.submit([1], Sampling(max_tokens=40, ignore_eos=True), lambda part: None) for _ in range(3)]

@@ -225,7 +225,8 @@ class Engine(PromptTaker):
             if seed is None:  # another one in each replica
                 seed = (self._seed + self._asked * self._shared_by + self._replica) & LARGEST_WHOLE
             whole = options.get("whole", False)
-            job = PromptJob(list(prompt), sampling, seed, self._counting(tell), constraint, number, whole)
+            job = PromptJob(list(prompt), sampling, seed, tell, constraint, number, whole)
+            job.tell = self._counting(job)
             asked_ns = time.monotonic_ns()
 
             def begin() -> None:
@@ -533,13 +534,20 @@ class Engine(PromptTaker):
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
-    def _counting(self, tell: Callable[[AnswerPart], None]) -> Callable[[AnswerPart], None]:
+    def _counting(self, job: PromptJob) -> Callable[[AnswerPart], None]:
+        tell = job.tell
+
         def heard(part: AnswerPart) -> None:
             if part.finish is not None:
                 with self._lock:
                     self._unfinished -= 1
                 self._ended.append(time.monotonic())
-            tell(part)
+            try:
+                tell(part)
+            except Exception as error:  # whoever listens has failed, and others go on
+                threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, self._thread)))
+                if part.finish is None:
+                    self.abort(job)
 
         return heard
 
