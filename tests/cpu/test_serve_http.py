@@ -445,6 +445,25 @@ def test_a_default_of_max_tokens_is_cut_to_the_room_that_is_left(folder: Path) -
         assert client.post("/v1/completions", json=body | {"max_tokens": 96}).status_code == 400
 
 
+def test_what_is_constrained_is_content_also_where_a_prompt_begins_reasoning(tmp_path: Path) -> None:
+    testclient: Any = pytest.importorskip("starlette.testclient")
+    pytest.importorskip("llguidance")
+    folder = make_folder(tmp_path / "thinks")
+    told = json.loads((folder / "tokenizer_config.json").read_text())
+    told["chat_template"] += "{% if add_generation_prompt %}<think>\n{% endif %}{# </think> #}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(told))
+    access = server_access("127.0.0.1", [], ["testserver"], [], False)
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 20}
+    form = {"type": "json_schema", "json_schema": {"name": "one", "schema": {"const": "yes"}}}
+    with Engine(folder, pages=64) as engine:
+        client = testclient.TestClient(make_app(engine, access=access))
+        for asked, key in ((body, "reasoning_content"), (body | {"response_format": form}, "content")):
+            (choice,) = client.post("/v1/chat/completions", json=asked).json()["choices"]
+            assert choice["message"][key]
+        assert choice["message"]["content"] == '"yes"'
+        assert "reasoning_content" not in choice["message"]
+
+
 def test_what_the_command_refuses(folder: Path, server: Serving, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", str(folder), "--port", str(server.port)]) == 1
     assert f"cannot listen on 127.0.0.1, port {server.port}" in capsys.readouterr().err

@@ -353,8 +353,10 @@ class ServingApp:
         """Of one answer to a chat, where it may have more than content."""
         if self.template is None:
             return None
-        end = self.engine.served.tokenizer.decode(reply.jobs[0].prompt[-8:])
-        return self.template.reader(reply.asked.tools, end)
+        asked, end = reply.asked, ""
+        if asked.sampling.regex is None and asked.sampling.json_schema is None:  # else nothing can end reasoning
+            end = self.engine.served.tokenizer.decode(reply.jobs[0].prompt[-8:])
+        return self.template.reader(asked.tools, end)
 
     async def _stream(self, reply: LiveReply, head: ReplyHead) -> AsyncIterator[bytes]:
         """Server-sent events. When the client hangs up, this generator is closed, and `each` aborts the rest."""
