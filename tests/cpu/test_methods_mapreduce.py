@@ -221,6 +221,16 @@ def test_k_means_lowers_its_inertia_and_keeps_centres_without_points() -> None:
         k_means(connect("alone"), points, first[:, :2], 1)
 
 
+def test_k_means_of_bytes_and_of_float32_far_from_zero_is_that_of_the_same_numbers() -> None:
+    bytes_drawn = np.random.default_rng(0).integers(0, 256, (500, 4), np.uint8)
+    for points in (bytes_drawn, (points_of(500)[0] + 3000).astype(np.float32)):
+        found, wanted = (
+            k_means(connect("alone"), given, points[:6], 3) for given in (points, points.astype(np.float64))
+        )
+        assert found.inertia == wanted.inertia
+        assert np.array_equal(found.centres, wanted.centres)
+
+
 def test_logistic_regression_and_a_small_network_are_what_one_process_computes() -> None:
     draw = np.random.default_rng(1)
     x = draw.normal(size=(90, 5))

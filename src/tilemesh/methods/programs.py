@@ -43,7 +43,7 @@ def assign(points: Array, centres: Array) -> tuple[Array, Array, float]:
     totals, counts, inertia = np.zeros_like(centres), np.zeros(clusters), 0.0
     squares = (centres**2).sum(axis=1)
     for begin in range(0, len(points), _BLOCK):
-        block = points[begin : begin + _BLOCK]
+        block = points[begin : begin + _BLOCK].astype(np.float64)  # bytes would wrap around
         distances = squares - 2 * block @ centres.T  # without |x|², which is the same for all centres
         nearest = distances.argmin(axis=1)
         counts += np.bincount(nearest, minlength=clusters)
