@@ -417,6 +417,8 @@ def test_gradual_pruning_rises_from_nothing_to_the_amount():
     assert rising[0] == rising[2] == 0
     assert rising == sorted(rising)
     assert rising[12:] == [0.8] * 9
+    at_once = replace(wanted, begin=0.5, end=0.5)
+    assert [sparsity_at(at_once, place / 4) for place in range(5)] == [0, 0, 0.8, 0.8, 0.8]
 
 
 def test_the_rank_of_a_factorisation_keeps_its_share_and_its_error_is_the_best():

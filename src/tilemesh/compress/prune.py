@@ -198,9 +198,9 @@ def _empty(model: Transformer, config: ModelConfig) -> Transformer:
 
 def sparsity_at(wanted: PruneRecipe, progress: float) -> float:
     """The share of weights that is pruned after this share of the steps: a cubic rise (Zhu and Gupta 2017)."""
-    if progress <= wanted.begin and wanted.begin < wanted.end:
-        return 0.0
     if progress >= wanted.end:
         return wanted.amount
+    if progress <= wanted.begin:
+        return 0.0
     left = 1 - (progress - wanted.begin) / (wanted.end - wanted.begin)
     return wanted.amount * (1 - left**3)
