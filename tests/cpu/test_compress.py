@@ -26,6 +26,7 @@ from tilemesh.kernels.lowbit import codes
 from tilemesh.kernels.lowbit.formats import Scheme, parse_scheme
 from tilemesh.model import huggingface, lowbit_files
 from tilemesh.model.config import ModelConfig, preset
+from tilemesh.model.dropout import DropoutPlace
 from tilemesh.model.kinds import FewBits, few_bits, model_bytes, projections, put
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.gate.cases import MODELS
@@ -448,6 +449,10 @@ def test_a_student_learns_its_teacher(model, tokens):
     copied = copy.deepcopy(model)
     same, _ = distill(copied, model, share=1.0)(inputs, targets)
     assert float(same) == pytest.approx(0, abs=1e-2)
+    packed = torch.where(torch.arange(inputs.shape[1]) % 50 == 0, -1 - inputs, inputs)  # both read it alike
+    for told, options in ((packed, {"marked": True}), (inputs[:, :64], {"place": DropoutPlace(token=32)})):
+        same, _ = distill(copied, model, share=1.0)(told, targets[:, : told.shape[1]], **options)
+        assert float(same) == pytest.approx(0, abs=1e-2)
     with pytest.raises(UsageError, match="must share a tokenizer"):
         distill(Transformer(model.config.replace(vocabulary=300)), model)
     with pytest.raises(UsageError, match=r"set distill\.hidden to 0"):

@@ -50,7 +50,8 @@ class Alone:
 def distill(
     student: Transformer, teacher: Transformer, *, share: float = 0.5, temperature: float = 2.0, hidden: float = 0.0
 ) -> DistillLoss:
-    """A loss (tokens, targets) -> (sum over targets, how many count), of whose gradient the student learns."""
+    """A loss (tokens, targets) -> (sum over targets, how many count), of whose gradient the student learns. Its other
+    arguments are those of `Transformer.prepare`, for both."""
     require_transformer(student, "distil into")
     require_transformer(teacher, "distil from")
     config = DistillConfig(None, share, temperature, hidden)
@@ -61,7 +62,7 @@ def distill(
         x_BTD = last_activations(student, tokens_BT, **options)
         ours = HeadOutput(x_BTD, student.project(x_BTD))
         with torch.no_grad():
-            x_BTD = last_activations(teacher, tokens_BT)
+            x_BTD = last_activations(teacher, tokens_BT, **options)
             theirs = HeadOutput(x_BTD, teacher.project(x_BTD))
         total, count = loss_sum(ours.logits_BTV, targets_BT)
         return student_loss(total, ours, theirs, targets_BT, config, Alone()), count
