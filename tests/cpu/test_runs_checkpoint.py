@@ -43,7 +43,8 @@ def local(shard: Shard) -> torch.Tensor:
 
 def write(folder: Path, shards: list[Shard], step: int = 1, **options: Any) -> list[Writer]:
     """Every rank's part; rank 0 makes it a checkpoint."""
-    writers = [Writer(folder, shard.rank, keep=2, background=False, **options) for shard in shards]
+    ranks = len(shards)
+    writers = [Writer(folder, shard.rank, ranks=ranks, keep=2, background=False, **options) for shard in shards]
     for writer, shard in zip(writers, shards, strict=True):
         writer.begin(step, parts_of("weight:w", shard, local(shard)), {"position": step})
     failed = any(writer.state == FAILED for writer in writers)
@@ -87,7 +88,7 @@ def test_the_newest_stay_and_what_a_dead_run_left_is_swept(tmp_path: Path) -> No
 
 
 def test_the_best_one_stays_until_a_better_one_is_written(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, 0, keep=1, background=False)
+    writer = Writer(tmp_path, 0, ranks=1, keep=1, background=False)
     (tmp_path / f"{WRITING}step-00000030").write_text("in the way")  # a file where the folder should be
     for step, is_best, kept in ((10, True, [10]), (20, False, [20, 10]), (30, True, [20, 10]), (40, False, [40, 10])):
         writer.begin(step, parts_of("weight:w", one()[0], WHOLE), {}, is_best=is_best)
@@ -111,6 +112,24 @@ def test_a_part_that_cannot_be_written_makes_no_checkpoint(tmp_path: Path) -> No
     assert [(note["kind"], note["ok"]) for note in notes] == [("checkpoint", False)]
     with pytest.raises(RunError, match="has no checkpoint yet"):
         open_checkpoint(tmp_path)
+
+
+def test_hosts_that_share_no_folder_make_no_checkpoint_of_one_hosts_files(tmp_path: Path) -> None:
+    """Two stages of a pipeline, each on a host of its own: every tensor that rank 0 sees is whole."""
+    said: list[str] = []
+    write(tmp_path, one(), 1)
+    writers = [
+        Writer(place, rank, ranks=2, keep=1, background=False, say=said.append)
+        for rank, place in enumerate((tmp_path, tmp_path / "of the other host"))
+    ]
+    for writer in writers:
+        writer.begin(2, parts_of(f"weight:stage{writer.rank}", one()[0], WHOLE), {})
+    assert [writer.state for writer in writers] == [WRITTEN, WRITTEN]
+    writers[0].settle(False)
+    assert [step for step, _ in checkpoints(tmp_path)] == [1]
+    (words,) = said
+    assert "CHECKPOINT OF STEP 2 FAILED" in words
+    assert words.endswith("rank 0 sees files of 1 of 2 ranks: name a folder that all hosts share")
 
 
 def test_the_newest_sound_one_is_opened_and_a_hole_is_found(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ then may an older one go. A write that fails is said, its folder removed, and tr
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -46,13 +47,14 @@ class Writer:
         folder: Path,
         rank: int,
         *,
+        ranks: int,
         keep: int,
         background: bool = True,
         written_by: Mapping[str, Any] | None = None,
         say: Callable[[str], None] = print,
         note: Callable[..., None] = lambda **values: None,
     ) -> None:
-        self.folder, self.rank, self.keep = folder, rank, keep
+        self.folder, self.rank, self.ranks, self.keep = folder, rank, ranks, keep
         self.note = note
         self.background = background
         self.written_by = dict(written_by or {})
@@ -74,6 +76,7 @@ class Writer:
         return Writer(
             folder,
             self.rank,
+            ranks=self.ranks,
             keep=self.keep,
             background=self.background,
             written_by=self.written_by,
@@ -180,6 +183,9 @@ class Writer:
     def _commit(self, step: int, place: Path) -> int:
         """Make it a checkpoint; its bytes."""
         records = [json.loads(path.read_text()) for path in sorted(place.glob("shard-*.json"))]
+        if len(records) < self.ranks:
+            words = f"rank 0 sees files of {len(records)} of {self.ranks} ranks: name a folder that all hosts share"
+            raise OSError(errno.ENOENT, words, str(place))
         manifest = Manifest(
             step=step,
             values=self._values,

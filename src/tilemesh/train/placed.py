@@ -41,8 +41,9 @@ class PlacedCheckpoints:
         self.comm = placed.mesh.comm
         written_by = {"mesh": dict(placed.mesh.shape)}
         self.writer = Writer(
-            self.folder / CHECKPOINTS, self.comm.rank, keep=keep, background=False, written_by=written_by, say=say
-        )
+            self.folder / CHECKPOINTS, self.comm.rank, ranks=self.comm.size, keep=keep, background=False,
+            written_by=written_by, say=say,
+        )  # fmt: skip
         names = {id(value): name for name, value in placed.named_parameters()}
         stepped = [value for group in optimizer.param_groups for value in group["params"]]
         if strange := [tuple(value.shape) for value in stepped if id(value) not in names]:

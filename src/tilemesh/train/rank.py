@@ -282,6 +282,7 @@ def make_loop(task: RankTask, comm: Communicator, seat: Seat | None, lessons: Le
     writer = checkpoint.Writer(
         folder / CHECKPOINTS,
         comm.rank,
+        ranks=comm.size,
         keep=config.checkpoint.keep,
         # States that fill the host's memory have no room there for a copy of them.
         background=config.checkpoint.background and "optimizer" not in config.plan.offloads,

@@ -105,7 +105,7 @@ def ours(config: TrainConfig, comm: Communicator, device: torch.device) -> Step:
     laid = lay_model(config, mesh, device)
     optimizer = make_optimizer(config, laid, config.optimizer_kernels_on(device.type))
     nowhere = Path(os.devnull)
-    writer = checkpoint.Writer(nowhere, comm.rank, keep=1)
+    writer = checkpoint.Writer(nowhere, comm.rank, ranks=comm.size, keep=1)
     source = TextSource(config, open_corpus(config.data), mesh.dp, device)
     stepper = make_stepper(config, laid, optimizer, source, recorder)
     loop = Loop(config, stepper, writer, Journal(nowhere, False, print), nowhere, lambda event: None)
