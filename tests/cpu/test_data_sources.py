@@ -641,6 +641,15 @@ class TestMixture:
         with pytest.raises(UsageError, match="have different tokenizers"):
             open_corpus(DataConfig(mixture=("stdlib=1", f"{tmp_path / 'shards'}=1")))
 
+    def test_shards_of_unknown_tokens_whose_documents_end_otherwise(self, tmp_path: Path) -> None:
+        for end in (3, 9):
+            (tmp_path / str(end)).mkdir()
+            np.arange(500, dtype=np.uint16).tofile(tmp_path / str(end) / "train.bin")
+            (tmp_path / str(end) / "meta.json").write_text(json.dumps({"vocabulary": 500, "end": end}))
+        mixture = (f"{tmp_path / '3'}=1", f"{tmp_path / '9'}=1")
+        with pytest.raises(UsageError, match="have different tokenizers"):
+            open_corpus(DataConfig(mixture=mixture, packing="documents"))
+
     def test_sources_of_one_tokenizer_that_was_written_again(self, tmp_path: Path) -> None:
         """transformers writes what is put around a prompt, which no document has."""
         for name in ("a", "b"):

@@ -207,7 +207,7 @@ def left_out_words(names: Sequence[str]) -> str:
 
 
 def _meaning(tokenizer: Tokenizer) -> str:
-    """What tells tokenizers apart: a file by its content, others by their name."""
+    """What tells tokenizers apart: a file by its content, others by their name and the token that ends a document."""
     if isinstance(tokenizer, FileTokenizer):
         return tokenizer.digest()
-    return f"{tokenizer.name} {tokenizer.vocabulary}"
+    return f"{tokenizer.name} {tokenizer.vocabulary} {tokenizer.end}"
