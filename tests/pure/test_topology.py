@@ -78,6 +78,12 @@ def test_ranks_share_their_nodes_adapters() -> None:
     assert inside == pytest.approx(2e-6 + 1e-3)  # the last rank of each node goes outside, alone
 
 
+def test_a_last_node_that_is_not_full_has_adapters_of_its_own() -> None:
+    for adapters, share in ((None, 1), (2, 4)):
+        topology = TwoLevel(20, 8, FAST, WIRE, adapters)
+        assert simulate(one_shift(20, 8), 25_000_000, topology, FREE).seconds == pytest.approx(2e-6 + share * 1e-3)
+
+
 def test_one_sender_among_many_has_the_ring_to_itself() -> None:
     topology = Ring(64, WIRE)
     assert topology.times([(60, 4, 25e6)], 64) == [pytest.approx(2e-6 + 1e-3)]

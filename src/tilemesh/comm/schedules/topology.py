@@ -205,7 +205,7 @@ class TwoLevel:
 
     def times(self, messages: Sequence[Sent], period: int) -> list[float]:
         size, wires = self.node_size, self.adapters or self.node_size
-        nodes = max(1, period // size)  # nodes beyond are alike
+        nodes = -(-period // size)  # nodes beyond are alike; the last may not be full
         across = [(source, target) for source, target, _ in messages if source // size != target // size]
         leaving = Counter(source // size % nodes for source in {source for source, _ in across})
         entering = Counter(target // size % nodes for target in {target for _, target in across})
