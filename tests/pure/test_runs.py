@@ -360,6 +360,8 @@ def test_going_back_undoes_steps_and_the_later_line_of_a_step_counts(tmp_path: P
     assert told.ending is not None
     assert (told.ending.words, sorted(told.steps)) == ("stopped at step 3: asked to stop", [1, 2, 3])
     assert [event.kind for event in told.events] == ["checkpoint", "restart", "warning", "warning", "stopped"]
+    journal.add(RESUMED, 2)  # and ends there: no step 3 is left
+    assert [line["loss"] for line in latest(tmp_path) if line["kind"] == STEP] == [1.0, 2.0]
 
 
 def test_only_the_rank_that_is_on_writes_and_a_full_disk_is_reported_once(tmp_path: Path) -> None:

@@ -127,7 +127,8 @@ def lines_of(folder: str | Path) -> list[dict[str, Any]]:
 
 
 def latest(folder: str | Path) -> Iterator[dict[str, Any]]:
-    """The lines of a run's metrics in order of step: the later one of a step that was done again, and every event."""
+    """The lines of a run's metrics in order of step: the later one of a step that was done again, none that was undone
+    by going back to a checkpoint, and every event."""
     steps: dict[int, dict[str, Any]] = {}
     events: list[dict[str, Any]] = []
     for line in lines_of(folder):
@@ -136,6 +137,8 @@ def latest(folder: str | Path) -> Iterator[dict[str, Any]]:
                 steps[line["step"]] = line
             else:
                 events.append(line)
+            if line["kind"] == RESUMED:
+                steps = {number: earlier for number, earlier in steps.items() if number <= line["step"]}
     yield from sorted([*steps.values(), *events], key=lambda line: int(line["step"]))
 
 
