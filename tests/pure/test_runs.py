@@ -27,6 +27,7 @@ from tilemesh.runs.contents import QUIET_S, read_contents, version
 from tilemesh.runs.files import Unread, read_lines, read_object, write_object
 from tilemesh.runs.folder import (
     change_config,
+    copy_run,
     kind_of,
     new_run,
     read_busyness,
@@ -40,7 +41,7 @@ from tilemesh.runs.folder import (
 )
 from tilemesh.runs.journal import Journal
 from tilemesh.runs.jsontext import from_text, to_text
-from tilemesh.runs.kind import TRAIN, Kind
+from tilemesh.runs.kind import ALIGN, TRAIN, Kind
 from tilemesh.runs.metrics import (
     CHECKPOINT,
     FAILED,
@@ -362,6 +363,17 @@ def test_going_back_undoes_steps_and_the_later_line_of_a_step_counts(tmp_path: P
     assert [event.kind for event in told.events] == ["checkpoint", "restart", "warning", "warning", "stopped"]
     journal.add(RESUMED, 2)  # and ends there: no step 3 is left
     assert [line["loss"] for line in latest(tmp_path) if line["kind"] == STEP] == [1.0, 2.0]
+
+
+def test_a_copy_of_a_run_that_learns_from_feedback_can_be_resumed(tmp_path: Path) -> None:
+    run = new_run(ALIGN, "a = 1\n", tmp_path / "run")
+    (run / names.ROLLOUTS).mkdir()
+    kept = (names.FEEDBACK, names.SAMPLES, f"{names.ROLLOUTS}/batch-00000001.safetensors")
+    for name in kept:
+        (run / name).write_text(name)
+    copied = copy_run(run, tmp_path / "second")
+    assert [(copied / name).read_text() for name in kept] == list(kept)
+    assert not (copy_run(new_run(TRAIN, "", tmp_path / "other"), tmp_path / "second") / names.FEEDBACK).exists()
 
 
 def test_only_the_rank_that_is_on_writes_and_a_full_disk_is_reported_once(tmp_path: Path) -> None:

@@ -140,18 +140,20 @@ def copy_run(run: Path, base: Path, step: int | None = None) -> Path:
     has that of `step`, if one is named."""
     folder = fresh_folder(base, run.resolve().name)
     try:
-        for file in (names.ABOUT, names.CONFIG):
-            shutil.copyfile(run / file, folder / file)
+        for file in (names.ABOUT, names.CONFIG, names.FEEDBACK):
+            if file != names.FEEDBACK or (run / file).exists():
+                shutil.copyfile(run / file, folder / file)
         if step is not None:
             checkpoint = Path(names.CHECKPOINTS, folder_name(step))
             shutil.copytree(run / checkpoint, folder / checkpoint)
     except (OSError, shutil.Error) as error:
         raise RunError(f"{folder}: {getattr(error, 'strerror', None) or error}") from None
-    for file in (names.CHOICES, names.METRICS, names.ENVIRONMENT, names.PREDICTED, names.BASE):
+    for file in (names.CHOICES, names.METRICS, names.ENVIRONMENT, names.PREDICTED, names.BASE, names.SAMPLES):
         with contextlib.suppress(OSError):
             shutil.copyfile(run / file, folder / file)
-    with contextlib.suppress(OSError, shutil.Error):
-        shutil.copytree(run / names.CARRIED, folder / names.CARRIED)
+    for inner in (names.CARRIED, names.ROLLOUTS):
+        with contextlib.suppress(OSError, shutil.Error):
+            shutil.copytree(run / inner, folder / inner)
     return folder
 
 
