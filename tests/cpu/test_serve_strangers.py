@@ -363,6 +363,14 @@ def test_a_prompt_that_is_too_long_is_refused_by_its_beginning() -> None:
     assert sum(read) < 10_000
     assert encode_prompt(Counting(), "xyz", most=100) == [120, 121, 122]
 
+    class Characters(Bytes):
+        def encode(self, text: bytes, special: bool = False) -> Any:
+            return [ord(character) for character in text.decode()]
+
+    for before in ("", "a", "ab"):  # its beginning ends at each byte of a character
+        with pytest.raises(UsageError, match="has more than 100 tokens"):
+            encode_prompt(Characters(), before + "日" * 3000, most=100)
+
 
 def drawn_value(draw: random.Random, depth: int) -> Any:
     kind = draw.randrange(6 if depth else 3)

@@ -297,7 +297,8 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, special: bool = False, most
         raise UsageError("the prompt is not UTF-8 text: give it in UTF-8") from None
     beginning = 8 * (most or 0) + 4096
     while most is not None and beginning < len(text):
-        if len(tokenizer.encode(text[:beginning], special)) > most + _BORDER_TOKENS:
+        whole_characters = text[:beginning].decode(errors="ignore").encode()
+        if len(tokenizer.encode(whole_characters, special)) > most + _BORDER_TOKENS:
             raise UsageError(f"the prompt of {len(text):,} bytes has more than {most:,} tokens: give at most {most:,}")
         beginning *= 4
     return [int(token) for token in tokenizer.encode(text, special)]
