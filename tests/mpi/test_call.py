@@ -54,6 +54,13 @@ def test_results_come_in_rank_order_and_the_ranks_stay(pool: Ranks) -> None:
     assert [result["pid"] for result in first] == [result["pid"] for result in second], "the same processes"
 
 
+def test_what_is_no_text_on_the_path_is_passed_over_as_python_does(
+    pool: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, Path(__file__)])
+    assert len(pool.call("call_functions:given")) == 3
+
+
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system pins no process")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("ranks", [2, 3])  # Open MPI 4 binds two ranks to cores of its own choice, three to a socket
@@ -279,6 +286,12 @@ def test_tensors_of_every_dtype(tmp_path: Path) -> None:
             (back,) = through_a_file([tensor.requires_grad_(dtype.is_floating_point)], tmp_path)
             assert back.dtype == dtype
             assert back.equal(tensor.detach())
+
+
+def test_a_tensor_that_is_conjugated_or_negated_when_it_is_read_is_sent_as_it_reads(tmp_path: Path) -> None:
+    turned = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    back = through_a_file([turned, turned.imag], tmp_path)
+    assert [one.tolist() for one in back] == [[1 - 2j, 3 + 4j], [-2.0, 4.0]]
 
 
 def test_a_tensor_that_is_not_dense_is_refused(tmp_path: Path) -> None:

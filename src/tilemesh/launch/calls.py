@@ -142,7 +142,8 @@ class Ranks:
         self._check_there()
         if self._under_way is not None:
             raise UsageError(f"the call of {self._under_way} is under way: take its results first")
-        request = {"function": name, "arguments": arguments, "options": options, "path": sys.path}
+        path = [place for place in sys.path if isinstance(place, str)]  # Python passes over anything else
+        request = {"function": name, "arguments": arguments, "options": options, "path": path}
         values.write(self._folder / call_file(self._calls + 1), request, "call")
         self._calls += 1
         self._results, self._raised, self._raised_at, self._hear = {}, {}, float("inf"), hear

@@ -81,7 +81,7 @@ def _encode_array(value: Any, path: str, buffers: list[memoryview]) -> Any:
     if torch is not None and isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.is_quantized or value.is_meta:
             raise UsageError(f"{path}: a tensor of layout {value.layout}: send a dense one, such as x.to_dense()")
-        octets = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        octets = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
         buffers.append(memoryview(octets))
         dtype = str(value.dtype).removeprefix("torch.")
         return {_TAG: "tensor", "dtype": dtype, "shape": list(value.shape), "nbytes": octets.nbytes}
