@@ -24,7 +24,7 @@ from tilemesh.kernels.paged_attention.reference import paged_attention, prompt_t
 from tilemesh.model import attend_alone, huggingface
 from tilemesh.model.attend_alone import attend_by_tiles, starts_of
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.linear import OneTile, one_tile_product
+from tilemesh.model.linear import one_tile_product
 from tilemesh.model.programs.prepare import Prepared, prepare
 from tilemesh.model.programs.program import Use
 from tilemesh.model.transformer import Transformer
@@ -288,7 +288,8 @@ def test_one_tile_gives_a_row_the_same_bits_among_any_others() -> None:
     assert torch.allclose(whole, functional.linear(x, weight, bias), atol=1e-4)
     for rows in (slice(0, 1), slice(5, 30), slice(36, 37)):
         assert torch.equal(one_tile_product(x[rows], weight, bias, "interpret"), whole[rows])
-    assert OneTile().stacked() is None
+    both = one_tile_product(x, torch.cat((weight, -weight)), torch.cat((bias, bias)), "interpret")
+    assert torch.equal(both[:, :50], whole)  # so projections of the same activations may be computed by one product
 
 
 def test_starts_of_rows_of_one_length() -> None:

@@ -188,6 +188,25 @@ def test_a_tokens_bits_follow_from_its_own_sequence() -> None:
         assert torch.equal(one[0], together[token])
 
 
+def test_even_bits_do_not_follow_from_tiles_or_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of several tokens and of one, of which a program has a part, or all parts and adds them up by itself."""
+    sequences = ((70, 3), (128, 2), (0, 5))
+    q, keys, values, tables, tiles = make(sequences, 1, 4, 16, torch.float32, 3)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    call: dict[str, Any] = {"split": 64, "even": True, "implementation": "interpret"}
+    found = []
+    for full, tile in ((1, 3), (1000, 3), (1, 1), (1000, 1)):
+        monkeypatch.setattr(kernel, "_FULL", full)
+        options = {"tile": tile, "longest": 131 + full}  # a call of its own each, which is planned anew
+        found.append(
+            paged_attention(q, keys, values, tables, tiles_of(sequences, tile), sinks=sinks, **options, **call)
+        )
+    assert all(torch.equal(found[0], other) for other in found[1:])
+    torch.testing.assert_close(found[0], paged_attention(q, keys, values, tables, tiles, sinks=sinks, tile=3))
+    with pytest.raises(UsageError, match="even, and tile is 9, split 64: expected parts, and tiles of at most 8"):
+        paged_attention(q, keys, values, tables, tiles, sinks=sinks, tile=9, **call)
+
+
 def test_the_kernels_compile_for_an_h200() -> None:
     def place(dtype: str, *shape: int) -> Place:
         return Place(shape, torch.empty(shape, device="meta").stride(), dtype, aligned=True)
@@ -195,10 +214,11 @@ def test_the_kernels_compile_for_an_h200() -> None:
     pool = place("bfloat16", 4000, 16, 8, 128)
     places = {"q": place("bfloat16", 64, 32, 128), "keys": pool, "values": pool, "tables": place("int32", 64, 512)}
     places |= {"tiles": place("int32", 64, 4), "y": places["q"], "sinks": place("bfloat16", 32)}
-    planned = kernel.plan(places, tile=4, split=256, longest=8192, window=4096, cap=50.0)
-    operands = {name: Operand(one.dtype) for name, one in (places | planned.buffers).items()}
-    for step in planned.steps:
-        assert compile_step(step, operands, GPUTarget("cuda", 90, 32)).asm["ptx"]
+    for tile, split, even in ((4, 256, False), (1, 1024, True), (1, 8192, True)):
+        planned = kernel.plan(places, tile=tile, split=split, longest=8192, window=4096, cap=50.0, even=even)
+        operands = {name: Operand(one.dtype) for name, one in (places | planned.buffers).items()}
+        for step in planned.steps:
+            assert compile_step(step, operands, GPUTarget("cuda", 90, 32)).asm["ptx"]
     table = place("float32", 64, 64)
     stored = {"x": place("bfloat16", 64, 48 * 128), "cos": table, "sin": table, "places": place("int64", 64)}
     stored |= {"q": places["q"], "keys": pool, "values": pool}

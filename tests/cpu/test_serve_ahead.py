@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -50,6 +51,29 @@ def served(config: ModelConfig = LLAMA, dtype: torch.dtype = torch.float64) -> S
 @pytest.fixture(scope="module")
 def models() -> list[ServedModel]:
     return [served(LLAMA), served(GPT), served(WINDOWED)]
+
+
+def test_invariant_steps_launched_ahead_have_the_bits_of_steps_that_are_waited_for() -> None:
+    """By the interpreted kernels of attention over pages: alone, among others, in chunks, after preemption."""
+    model, draw = served(LLAMA.replace(layers=1), torch.float32), random.Random(2)
+    prompts = [[draw.randrange(1, 256) for _ in range(length)] for length in (3, 17, 30)]
+    asked = [Sampling(max_tokens=4, temperature=heat, seed=3, logprobs=0, ignore_eos=True) for heat in (0.0, 1.0, 0.7)]
+    found = []
+    for graphs, world in (
+        (None, {"running": 1}),
+        (PlainCalls(), {"running": 3, "chunk_tokens": 7}),
+        (PlainCalls(), {"running": 2, "pages": 12}),
+    ):
+
+        def runner(model: Transformer, limits: ServeLimits, *_: object, how: PlainCalls | None = graphs) -> Runner:
+            return Runner(model, limits, "cpu", invariant=True, implementation="interpret", graphs=how)
+
+        options: dict[str, Any] = {"pages": 60, "page_tokens": 4, "share_prefixes": False, **world}
+        with Engine(model, invariant=True, make_runner=runner, **options) as engine:
+            made = [completion.answers[0] for completion in engine.generate(prompts, asked)]
+        found.append([(answer.tokens, [*answer.logprobs]) for answer in made])
+    assert found[1] == found[0]
+    assert found[2] == found[0]
 
 
 @settings(max_examples=12, deadline=None)

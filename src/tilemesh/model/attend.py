@@ -46,15 +46,18 @@ def attend(
             qkv_BTF, heads=heads, kv_heads=kv_heads, window=window, implementation=implementation
         )
         return y_BTD.view(q_BTHE.shape)
+    if implementation == ALONE_BY_TOKEN:
+        if rotary is not None:
+            cos, sin = (table[:, None] if table.dim() == 2 else table.transpose(1, 2) for table in rotary)
+            q_BTHE, k_BTKE = rotate(q_BTHE, cos, sin, alone=True), rotate(k_BTKE, cos, sin, alone=True)
+        rows, tokens = q_BTHE.shape[:2]
+        starts = starts_of(rows, tokens, q_BTHE.device) if documents is None else documents.starts
+        q_NHE, k_NKE, v_NKE = (x.flatten(0, 1) for x in (q_BTHE, k_BTKE, v_BTKE))
+        return attend_alone(q_NHE, k_NKE, v_NKE, starts, tokens, window, cap, sinks_H).view(q_BTHE.shape)
     # Heads stand before tokens from here on, as torch's kernels want.
     q_BHTE, k_BKTE, v_BKTE = q_BTHE.transpose(1, 2), k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2)
     if rotary is not None:
         q_BHTE, k_BKTE = rotate(q_BHTE, *rotary), rotate(k_BKTE, *rotary)
-    if implementation == ALONE_BY_TOKEN:
-        rows, tokens = q_BTHE.shape[:2]
-        starts = starts_of(rows, tokens, q_BTHE.device) if documents is None else documents.starts
-        q_NHE, k_NKE, v_NKE = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTE, k_BKTE, v_BKTE))
-        return attend_alone(q_NHE, k_NKE, v_NKE, starts, tokens, window, cap, sinks_H).view(q_BTHE.shape)
     if documents is not None:
         y_BHTE = attend_within(q_BHTE, k_BKTE, v_BKTE, documents, window, cap=cap, sinks_H=sinks_H)
     elif 0 < window < q_BHTE.shape[2] and cap:

@@ -150,7 +150,7 @@ def attend_by_tiles(
 ) -> Tensor:  # fmt: skip
     """As `attend_alone` by the kernel over pages, which keys and values are first laid into. Without gradients."""
     (_, heads, width), kv_heads = q.shape, k.shape[1]
-    tile = prompt_tile(heads // kv_heads, width, q.element_size())
+    tile = prompt_tile(heads // kv_heads, width, q.element_size(), even=True)
     layout = _layout(starts, len(q), longest, tile)
     pages = []
     for x_NKE in (k, v):
@@ -160,7 +160,7 @@ def attend_by_tiles(
         pages.append(held.view(-1, _PAGE, kv_heads, width))
     y: Tensor = paged_attention(
         q, *pages, layout.tables_DM, layout.tiles_B4, sinks=sinks_H, tile=tile, split=EVEN_SPLIT, longest=longest,
-        window=window, cap=cap, implementation=implementation,
+        window=window, cap=cap, even=True, implementation=implementation,
     )  # fmt: skip
     return y
 

@@ -23,10 +23,11 @@ from tilemesh.model.experts import Router, TokenGate
 from tilemesh.model.linear import DENSE, Linear, OneTile, one_tile_product
 from tilemesh.model.norm import ResidualNorm
 from tilemesh.model.packed import Packed
+from tilemesh.model.programs.group import GATED
 from tilemesh.model.programs.program import Use
 from tilemesh.model.rotary import RotaryTable
 from tilemesh.model.row_blocks import BLOCKS
-from tilemesh.model.transformer import Attention, Transformer
+from tilemesh.model.transformer import Attention, Mlp, Transformer
 
 
 def make_invariant(model: Transformer, device: torch.device, use: Use) -> None:
@@ -40,7 +41,10 @@ def make_invariant(model: Transformer, device: torch.device, use: Use) -> None:
         )
     on_gpu = device.type == "cuda"
     for module in model.modules():
-        if isinstance(module, Linear | Embedding):
+        if isinstance(module, Mlp):
+            if on_gpu and module.fc_gate is not None and module.fc_gate.activation in GATED:
+                module.gate_by(GATED[module.fc_gate.activation])  # as a group of projections does
+        elif isinstance(module, Linear | Embedding):
             is_dense = module.kind.stacked() == DENSE or isinstance(module.kind, OneTile | Packed)
             if is_dense:
                 module.become(OneTile() if on_gpu else DENSE)

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tilemesh.core.errors import UsageError
-from tilemesh.kernels.launch.gpu import device_index, gpu_of
 from tilemesh.kernels.lowbit.codes import Agree
+from tilemesh.kernels.matmul.choose import even
 from tilemesh.kernels.matmul.config import Config
 from tilemesh.kernels.matmul.op import fused_matmul
 from tilemesh.model.one_row import is_one_row, times_row
@@ -178,21 +178,25 @@ class Fused(DenseMatrix):
 
 @dataclass(frozen=True)
 class OneTile(DenseMatrix):
-    """The same on a GPU by our kernel in tiles of one size, which adds up each row by itself and in one order: a row's
-    bits do not follow from how many others there are. The activation comes after it, as a pass of its own."""
+    """The same on a GPU by our kernel, in tiles that add up each row by itself and in one order: a row's bits do not
+    follow from how many others there are. The activation comes after it, as a pass of its own."""
 
     implementation: str = "auto"
 
     def affine(self, layer: WeightHolder, x: Tensor, bias: Tensor | None) -> Tensor:
         return one_tile_product(x, layer.weight, bias, self.implementation)
 
+    def stacked(self) -> MatrixKind:
+        return OneTile()  # a column's sums are its own
+
 
 def one_tile_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, implementation: str = "auto") -> Tensor:
     """As `functional.linear`: see `OneTile`. Of float64, which the kernel does not take, torch's."""
     if x.dtype == torch.float64:
         return functional.linear(x, weight, bias)
-    has_tma = x.is_cuda and gpu_of(device_index(x.device)).tma
-    config = Config("tma" if has_tma else "pointer", block_k=64 if x.element_size() == 2 else 32, warps=8)
+    config = Config("pointer", block_k=64 if x.element_size() == 2 else 32, warps=8)
+    if x.is_cuda:
+        config = even(x.shape[:-1].numel(), *weight.shape, x.dtype, x.device)
     return fused_matmul(x, weight.t(), bias, activation="none", implementation=implementation, config=config)
 
 
@@ -248,6 +252,11 @@ class Linear(nn.Linear):
         y = affine(input) if self.kind.knows_rows else self.by_rows(affine, input)
         y = y if leave is None else leave(y)
         return ACTIVATIONS[self.activation](y if self.bias is None else y + (self.bias / sharers).to(y.dtype))
+
+    def affine(self, x: Tensor) -> Tensor:
+        """x W.T + bias of a layer whose inputs are whole, without the activation."""
+        affine = partial(self.kind.affine, self, bias=self.bias)
+        return affine(x) if self.kind.knows_rows else self.by_rows(affine, x)
 
     def by_rows(self, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Of all tokens at once, or in blocks of them."""

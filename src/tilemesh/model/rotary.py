@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilemesh.kernels.rotary.reference import rotary
 from tilemesh.kernels.rotary.table import cosines_and_sines
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.row_blocks import ROW_BLOCK
@@ -103,11 +104,14 @@ def _by_yarn(frequency: Tensor, slow: Tensor, config: ModelConfig) -> Tensor:
     return (1 - divided) * frequency + divided * slow
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, alone: bool = False) -> Tensor:
     """Turn each head's pairs by the tokens' angles. A pair is (i, i + R/2), as in Hugging Face's weights of Llama; what
-    a head has beyond R elements stays."""
+    a head has beyond R elements stays. `alone`: on a GPU rounded as keys are that a kernel turns and stores."""
     turned = 2 * cos.shape[-1]
     if turned < x.shape[-1]:
-        return torch.cat((rotate(x[..., :turned], cos, sin), x[..., turned:]), dim=-1)
+        return torch.cat((rotate(x[..., :turned], cos, sin, alone), x[..., turned:]), dim=-1)
+    if alone and x.is_cuda:
+        y: Tensor = rotary(x, cos, sin)
+        return y
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)

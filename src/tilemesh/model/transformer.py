@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from tilemesh.core.errors import UsageError
 from tilemesh.model.attend import attend
+from tilemesh.model.attend_alone import ALONE_BY_TOKEN
 from tilemesh.model.cache import KeyValueCache, check_cache
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.documents import DocumentPlaces, document_places, unmarked
@@ -163,7 +164,8 @@ class Attention(nn.Module):
             y_BTHE = attend(q_BTHE, k_BTKE, v_BTKE, rotary, now.documents, **options)
         else:
             if rotary is not None:
-                q_BTHE, k_BTKE = rotate(q_BTHE, *rotary), rotate(k_BTKE, *rotary)
+                alone = self.implementation == ALONE_BY_TOKEN
+                q_BTHE, k_BTKE = rotate(q_BTHE, *rotary, alone), rotate(k_BTKE, *rotary, alone)
             y_BTHE = now.cache.attend(self.layer, q_BTHE, k_BTKE, v_BTKE, **self.seen)
         if self.config.value_head_width < width:
             y_BTHE = y_BTHE[..., : self.config.value_head_width]
@@ -207,11 +209,17 @@ class Mlp(nn.Module):
             self.fc_gate = Linear(width, hidden, biases, activation=gate, kind=kind, device="meta", dtype=dtype)
         self.fc_in = Linear(width, hidden, biases, activation=first, kind=kind, device="meta", dtype=dtype)
         self.fc_out = Linear(hidden, width, biases, device="meta", dtype=dtype)
+        self._gated: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    def gate_by(self, gated: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """Take one function of the gate's product and of what it opens in place of an activation and a product."""
+        self._gated = gated
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         h_BTF: Tensor = self.fc_in(x_BTD)
         if self.fc_gate is not None:
-            h_BTF = self.fc_gate(x_BTD) * h_BTF
+            given = self._gated
+            h_BTF = self.fc_gate(x_BTD) * h_BTF if given is None else given(self.fc_gate.affine(x_BTD), h_BTF)
         y_BTD: Tensor = self.fc_out(h_BTF)
         return y_BTD
 

@@ -156,8 +156,8 @@ class PagedKeyValues:
         """How our kernels want the tokens of a pass."""
         if not self.by_kernel:
             return None
-        tile = prompt_tile(heads // kv_heads, width, itemsize)
-        return TileSizes(tile if self.invariant else 1, tile, kv_heads, uniform=self.invariant)
+        tile = prompt_tile(heads // kv_heads, width, itemsize, self.invariant)
+        return TileSizes(1, tile, kv_heads, self.invariant)
 
     def _pool(self, layer: int, dtype: torch.dtype, kv_heads: int, width: int, is_local: bool) -> StoredPages:
         """Keys and values of a layer; its memory is taken when it first comes."""
@@ -212,6 +212,7 @@ class PagedKeyValues:
                 longest=tokens.longest,
                 window=window,
                 cap=scores.get("cap", 0.0),
+                even=self.invariant,
                 settled=True,  # between the batch's numbers and here there is at least the product of queries and keys
                 implementation=self.implementation,
             )

@@ -82,15 +82,20 @@ class TileSizes:
     prompt: int
     heads: int
     """Of keys: programs that a decoding sequence has in every part."""
-    uniform: bool = False
-    """Whether all tokens are in tiles and parts of one kind, so that a token's bits do not follow from the batch."""
+    even: bool = False
+    """As `paged_attention` takes it: a token's bits do not follow from the batch."""
+
+    @property
+    def prompt_split(self) -> int:
+        """Keys of a part of prompts; 0: all in one."""
+        return EVEN_SPLIT if self.even else 0
 
     def split(self, sequences: int, longest: int) -> int:
         """Keys of a part where so many sequences decode, none longer than `longest`; 0: all in one.
 
         Parts fill a GPU that has few sequences, and take a second kernel that adds them up.
         """
-        if self.uniform:
+        if self.even:
             return EVEN_SPLIT
         if sequences * self.heads >= _ENOUGH and longest <= _EVEN:
             return 0
@@ -226,7 +231,7 @@ def _layout(
     ordered: Sequence[TokenSpan], begins: Sequence[int], page_tokens: int, device: torch.device, sizes: TileSizes
 ) -> PageLayout:
     """Sequences that decode come first: they have one token each."""
-    decoding = 0 if sizes.uniform else sum(piece.end - piece.begin == 1 for piece in ordered)
+    decoding = sum(piece.end - piece.begin == 1 for piece in ordered)
     sets = []
     for first, last, tile in ((0, decoding, sizes.decode), (decoding, len(ordered), sizes.prompt)):
         if first == last:
@@ -240,7 +245,7 @@ def _layout(
         end = begins[last - 1] + ordered[last - 1].end - ordered[last - 1].begin
         longest = rounded(max(piece.end for piece in ordered[first:last]))
         made = torch.tensor(tiles, dtype=torch.int32, device=device)
-        split = sizes.split(last - first, longest) if sizes.uniform or first < decoding else 0
+        split = sizes.split(last - first, longest) if first < decoding else sizes.prompt_split
         sets.append(TileSet(begin, end, made, tile, split, longest))
     each, local = ([getattr(piece.entry, kind) for piece in ordered] for kind in ("pages", "local"))
     local_RM = _tables(ordered, local, page_tokens, device) if any(local) else None

@@ -33,6 +33,7 @@ from tilemesh.serve.sampling import (
     TokenLogprobs,
     draw_evenly,
     draw_tokens,
+    filters,
     logprobs_of,
     unsound_rows,
 )
@@ -113,7 +114,7 @@ class EngineCore:
             )
             job.answers.append(answer)
             self._live[request.name] = answer
-            if not answer.plain:
+            if not answer.plain or (self.runner.invariant and filters(sampling, self.vocabulary)):
                 self._involved.add(request.name)
             self.scheduler.add(request)
             began_ns = self.now_ns if asked_ns is None else asked_ns

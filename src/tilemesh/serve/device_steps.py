@@ -252,7 +252,7 @@ class DeviceSteps:
         if kind is DrawKind.FILTERED:
             top_k = top_k.to(torch.int64)
         draws = RowDraws(temperature, uniform, top_k, top_p, min_p)
-        tokens_N, scores_2N = draw_on_device(logits_NV, draws, kind, scored)
+        tokens_N, scores_2N = draw_on_device(logits_NV, draws, kind, scored, self._tile_sizes.even)
         self._memory.drawn[:rows] = tokens_N
         if scores_2N is not None:
             self._memory.scores[:, :rows] = scores_2N
@@ -278,7 +278,7 @@ class DeviceSteps:
         made, position, place = self._tokens_of(tokens)
         memory, rows = self._memory, self._sizes.drawn(tokens)
         tiles = memory.tiles[: self._sizes.tiles(tokens)]
-        layout = TileSet(0, tokens, tiles, self._tile_sizes.prompt, 0, self._limits.context)
+        layout = TileSet(0, tokens, tiles, self._tile_sizes.prompt, self._tile_sizes.prompt_split, self._limits.context)
         pages = PageLayout(memory.tables, (layout,))
         batch = Batch(made[None], position[None], place, (), memory.wanted[:rows], (), pages)
         self._draw(self._forward(batch), kind, scored)

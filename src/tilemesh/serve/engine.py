@@ -124,7 +124,8 @@ class Engine(PromptTaker):
             self._adapters = AdapterSlots(give_slots(model, config.adapters, config.adapter_rank), model)
         on_gpu = place.type == "cuda"
         graphs: ServeGraphs | None = None
-        if (on_gpu if config.launch_ahead is None else config.launch_ahead) and not config.invariant:
+        ahead = on_gpu if config.launch_ahead is None else config.launch_ahead
+        if ahead and (on_gpu or not config.invariant):  # a CPU's blocks are not kernels over pages
             graphs = CudaGraphs(place, one_pool=True) if on_gpu else PlainCalls()
         implementation = "auto" if on_gpu or graphs is None else "torch"
         runner: Runner | RankRunner

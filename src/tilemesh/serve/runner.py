@@ -102,7 +102,7 @@ class Runner:
         """Launches steps without waiting for their tokens, where that can be done."""
         # How many rows each expert has is known when the router has run: where the host asks, steps are waited for.
         waits = any(isinstance(module, Experts) and module.waits_for_loads for module in model.modules())
-        if graphs is not None and self._tile_sizes is not None and not invariant and not waits:
+        if graphs is not None and self._tile_sizes is not None and not waits:
             self.ahead = DeviceSteps(self._pass, self.cache, limits, config.vocabulary, self._tile_sizes, graphs, say)
 
     def _use(self) -> Use:

@@ -28,6 +28,8 @@ from tilemesh.model.sampling import keep_likeliest, keyed_uniform, pick, shares
 from tilemesh.serve.request import Sampling
 
 _EVEN_ROWS = 16
+_COLDEST = 1e-30
+"""A temperature by which logits can still be divided in float32."""
 
 
 class TokenDraw(NamedTuple):
@@ -144,7 +146,32 @@ def draw_tokens(logits_NV: Tensor, drawings: Sequence[TokenDraw]) -> list[int]:
 
 
 def draw_evenly(logits_NV: Tensor, drawings: Sequence[TokenDraw]) -> list[int]:
-    """The same by kernels that always see as many rows, so that no bit of one follows from how many there are."""
+    """The same by kernels of which a row's bits never follow from how many there are: on a GPU the one that steps
+    launched ahead draw with, where it can; else those of torch, which always see as many rows."""
+    by_kernel = [
+        index for index, drawing in enumerate(drawings)
+        if logits_NV.is_cuda and not _changes(drawing) and not filters(drawing.sampling, logits_NV.shape[1])
+    ]  # fmt: skip
+    if not by_kernel or logits_NV.dtype is torch.float64:
+        return _draw_in_blocks(logits_NV, drawings)
+    some = [drawings[index] for index in by_kernel]
+    numbers = [(drawing.sampling.temperature, 0.0, 0.0, 0.0) for drawing in some]
+    temperature, *unused = torch.tensor(numbers, dtype=torch.float64).to(logits_NV.device).unbind(1)
+    draws = RowDraws(temperature, _uniform(some, logits_NV.device), *unused)
+    drawn_N, _ = draw_on_device(_rows_of(logits_NV, by_kernel), draws, DrawKind.SAMPLED)
+    tokens = dict(zip(by_kernel, drawn_N.tolist(), strict=True))
+    others = [index for index in range(len(drawings)) if index not in tokens]
+    if others:
+        made = _draw_in_blocks(_rows_of(logits_NV, others), [drawings[index] for index in others])
+        tokens |= zip(others, made, strict=True)
+    return [tokens[index] for index in range(len(drawings))]
+
+
+def _rows_of(logits_NV: Tensor, rows: list[int]) -> Tensor:
+    return logits_NV if len(rows) == len(logits_NV) else logits_NV[torch.tensor(rows, device=logits_NV.device)]
+
+
+def _draw_in_blocks(logits_NV: Tensor, drawings: Sequence[TokenDraw]) -> list[int]:
     tokens: list[int] = []
     for first in range(0, len(drawings), _EVEN_ROWS):
         rows, some = logits_NV[first : first + _EVEN_ROWS], drawings[first : first + _EVEN_ROWS]
@@ -174,27 +201,30 @@ def _is_changed(drawing: TokenDraw, vocabulary: int) -> bool:
     """Whether its token is drawn from something else than the model's own distribution."""
     if drawing.sampling.is_plain:
         return drawing.allowed_V is not None
-    return drawing.sampling.temperature != 1 or _changes(drawing) or _filters(drawing.sampling, vocabulary)
+    return drawing.sampling.temperature != 1 or _changes(drawing) or filters(drawing.sampling, vocabulary)
 
 
 def kind_of(sampling: Sampling, vocabulary: int) -> DrawKind:
     if sampling.temperature == 0:
         return DrawKind.GREEDY
-    return DrawKind.FILTERED if _filters(sampling, vocabulary) else DrawKind.SAMPLED
+    return DrawKind.FILTERED if filters(sampling, vocabulary) else DrawKind.SAMPLED
 
 
 def draw_on_device(
-    logits_NV: Tensor, draws: RowDraws, kind: DrawKind, scored: bool = False
+    logits_NV: Tensor, draws: RowDraws, kind: DrawKind, scored: bool = False, even: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """One token for each row, without a look at any value: it can be captured in a CUDA graph.
 
     -1 where logits are NaN or infinite. Bias, penalties and constraints are `draw_tokens`'s: they need the tokens.
-    `scored`: also the log-probabilities of these tokens, the model's own and those as sampled.
+    `scored`: also the log-probabilities of these tokens, the model's own and those as sampled; `even`: bit for bit as
+    `logprobs_of` gives them.
     """
     if kind is DrawKind.SAMPLED and logits_NV.is_cuda and logits_NV.dtype is not torch.float64:
         from tilemesh.kernels.likeliest.draw import draw_rows  # late: Triton
 
         drawn_N, scores_2N = draw_rows(logits_NV, draws.temperature_N, draws.uniform_N)
+        if scored and even:
+            scores_2N = _even_scores(logits_NV, drawn_N, draws.temperature_N)
         return drawn_N, scores_2N if scored else None
     tokens_N: Tensor = likeliest(logits_NV)
     shares_NV: Tensor | None = None
@@ -204,6 +234,8 @@ def draw_on_device(
             shares_NV = _filter_rows(shares_NV, draws)
         is_drawn_N = (draws.temperature_N > 0) & (tokens_N >= 0)
         tokens_N = torch.where(is_drawn_N, pick(shares_NV, draws.uniform_N), tokens_N)
+    if scored and even:
+        return tokens_N, _even_scores(logits_NV, tokens_N, None if shares_NV is None else draws.temperature_N)
     return tokens_N, _scores(logits_NV, shares_NV, tokens_N, draws, kind) if scored else None
 
 
@@ -218,6 +250,26 @@ def _scores(logits_NV: Tensor, shares_NV: Tensor | None, tokens_N: Tensor, draws
     if kind is DrawKind.SAMPLED:
         sampled_N = torch.where(draws.temperature_N == 1, own_N, sampled_N)
     return torch.stack((own_N, torch.where(draws.temperature_N > 0, sampled_N, 0)))
+
+
+def _even_scores(logits_NV: Tensor, tokens_N: Tensor, temperature_N: Tensor | None) -> Tensor:
+    """(2, N): as `logprobs_of` computes them of rows without filters. No temperatures: all are 0."""
+    wide_NV, place_N1 = logits_NV.to(_wide(logits_NV)), tokens_N.clamp(min=0)[:, None]
+    own_N = torch.log_softmax(wide_NV, -1).gather(1, place_N1)[:, 0]
+    if temperature_N is None:
+        return torch.stack((own_N, torch.zeros_like(own_N)))
+    drawn_N = torch.log_softmax(_at_temperatures(wide_NV, temperature_N), -1).gather(1, place_N1)[:, 0]
+    return torch.stack((own_N, torch.where(temperature_N > 0, drawn_N, 0)))
+
+
+def _at_temperatures(wide_NV: Tensor, temperature_N: Tensor) -> Tensor:
+    """Rows divided by their temperatures, rounded as a division of all by one number is: on a GPU torch multiplies."""
+    divisor_N1 = temperature_N.to(wide_NV).clamp(min=_COLDEST)[:, None]
+    return wide_NV * divisor_N1.reciprocal() if wide_NV.is_cuda else wide_NV / divisor_N1
+
+
+def _wide(logits_NV: Tensor) -> torch.dtype:
+    return torch.promote_types(logits_NV.dtype, torch.float32)
 
 
 def _filter_rows(shares_NV: Tensor, draws: RowDraws) -> Tensor:
@@ -247,14 +299,20 @@ def logprobs_of(
         return [TokenLogprobs(*entry) for entry in zip(tokens, owns, tops, strict=True)]
     if not any(_is_changed(drawing, own_NV.shape[1]) for drawing in drawings):
         return list(map(TokenLogprobs, tokens, owns, tops, owns, tops))
-    sampled_NV, others = own_NV.clone(), list[int]()
+    sampled_NV, others, warm = own_NV.clone(), list[int](), list[int]()
     for index, drawing in enumerate(drawings):
         sampling = drawing.sampling
         if sampling.temperature == 0:
             sampled_NV[index] = -torch.inf
             sampled_NV[index, tokens[index]] = 0
-        elif _is_changed(drawing, own_NV.shape[1]):
+        elif _changes(drawing) or filters(sampling, own_NV.shape[1]):
             others.append(index)
+        elif sampling.temperature != 1:
+            warm.append(index)
+    if warm:
+        heat = torch.tensor([drawings[index].sampling.temperature for index in warm], dtype=torch.float64)
+        rows_NV = _at_temperatures(logits_NV[warm].to(wide), heat.to(logits_NV.device))
+        sampled_NV[warm] = torch.log_softmax(rows_NV, -1)
     if others:
         some = [drawings[index] for index in others]
         rows_NV = _changed_rows(logits_NV[others], some)
@@ -316,12 +374,13 @@ def _drawn_shares(rows_NV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     """What tokens are drawn by: rows at their temperatures above 0, with 0 for tokens that filters drop."""
     temperature_N = torch.tensor([sampling.temperature for sampling in samplings], dtype=torch.float64)
     shares_NV = shares(rows_NV, temperature_N.to(rows_NV.device))
-    filtered = [index for index, sampling in enumerate(samplings) if _filters(sampling, rows_NV.shape[1])]
+    filtered = [index for index, sampling in enumerate(samplings) if filters(sampling, rows_NV.shape[1])]
     for index in filtered:
         sampling = samplings[index]
         keep_likeliest(shares_NV[index], sampling.top_k, sampling.top_p, sampling.min_p)
     return shares_NV
 
 
-def _filters(sampling: Sampling, vocabulary: int) -> bool:
+def filters(sampling: Sampling, vocabulary: int) -> bool:
+    """Whether some of the tokens may not be drawn for being too unlikely."""
     return sampling.min_p > 0 or 0 < sampling.top_k < vocabulary or sampling.top_p < 1

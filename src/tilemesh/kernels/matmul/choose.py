@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from tilemesh.core.errors import UsageError
@@ -12,6 +14,7 @@ from tilemesh.core.hardware import device_for
 from tilemesh.kernels import context
 from tilemesh.kernels.launch.gpu import device_index, gpu_of
 from tilemesh.kernels.matmul import learnt, select
+from tilemesh.kernels.matmul.arguments import problem_of
 from tilemesh.kernels.matmul.config import TILE_KINDS, Config, default
 from tilemesh.kernels.matmul.cost import rates_of
 from tilemesh.kernels.matmul.problem import Problem
@@ -20,6 +23,8 @@ from tilemesh.kernels.matmul.tuning import TUNING
 from tilemesh.kernels.tuning.choose import should_tune, tune_mode
 from tilemesh.kernels.tuning.table import TunedTable
 from tilemesh.kernels.tuning.tuner import tune_now
+
+_EVEN_ROWS = 64  # of a tile: as many as Hopper's instruction multiplies
 
 
 def choose(problem: Problem, implementation: str, config: Config | None, device: torch.device) -> Config:
@@ -50,6 +55,31 @@ def choose(problem: Problem, implementation: str, config: Config | None, device:
     rates = None if known is None else rates_of(known, problem.dtype, problem.precision)
     model = learnt.shipped(gpu.name)
     return select.choose(problem, tables, rates, model, tma=gpu.tma, hopper=gpu.hopper, shared_limit=gpu.shared_bytes)
+
+
+@functools.lru_cache(maxsize=4096)
+def even(rows: int, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> Config:
+    """For x (rows, K) times W' (K, N): tiles with which an element's bits do not follow from how many rows there are.
+
+    All of a GPU's choices add up K in one order by one instruction, whatever their tile: those of 16 bits that the
+    model learnt from trials expects to be the fastest, on a GPU that has one; else a single tile.
+    """
+    gpu, is_narrow = gpu_of(device_index(device)), dtype.itemsize == 2
+    known, model = device_for(gpu.name), learnt.shipped(gpu.name)
+    one = Config("tma" if gpu.tma else "pointer", block_k=64 if is_narrow else 32, warps=8)
+    if not is_narrow or not gpu.hopper or known is None or model is None or outputs * inputs == 0:
+        return one
+    places = ((max(rows, _EVEN_ROWS), inputs), (outputs, inputs), (max(rows, _EVEN_ROWS), outputs))
+    a, b, d = (torch.empty(place, dtype=dtype, device="meta") for place in places)
+    problem = problem_of(a, b.t(), None, d, activation="none")
+    rates = rates_of(known, problem.dtype)
+    ranked = select.ranked(problem, model, rates, tma=gpu.tma, hopper=True, shared_limit=gpu.shared_bytes)
+    return next((config for config in ranked if _is_even(config)), one)
+
+
+def _is_even(config: Config) -> bool:
+    """Fewer rows are multiplied by another instruction, and cut sums are added up in another order."""
+    return config.kind in ("tma", "persistent", "pingpong") and config.block_m >= _EVEN_ROWS and not config.tail
 
 
 def may_tune(problem: Problem, table: TunedTable[Config]) -> bool:

@@ -3,7 +3,9 @@
 A program has one tile (a few tokens of one sequence), one key head with all query heads that share it, and, where the
 keys are split, every so many parts of them. Each part leaves its unscaled sum, its largest score and its sum of
 weights; a second kernel adds the parts of a token up in the order of positions. Which program computed a part, and how
-many there were, changes nothing: a token's bits follow from its own keys, the size of a tile and of a part.
+many there were, changes nothing: a token's bits follow from its own keys, the size of a tile and of a part. Even ones
+do not follow from the size of a tile: all are multiplied as one of a fixed number of rows, and where tiles fill the GPU
+a program adds up its parts by itself, by the same operations in the same order.
 
 Keys and values of 8 bits are read as codes, which 16-bit numbers hold exactly. A key's scale is multiplied into its
 scores and a value's into its weights, so that nothing of the size of a page is computed twice.
@@ -26,10 +28,11 @@ from tilemesh.kernels.early import take_turn
 from tilemesh.kernels.launch.call import Place
 from tilemesh.kernels.launch.gpu import launches_early
 from tilemesh.kernels.launch.steps import Argument, Buffer, LaunchPlan, Pointer, Step, blocks
-from tilemesh.kernels.paged_attention.reference import KEY_BLOCK
+from tilemesh.kernels.paged_attention.reference import KEY_BLOCK, even_rows
 
 _LOG2_E = 1.4426950408889634
 _PROGRAMS = 2112  # sixteen for each of 132 multiprocessors: parts of sequences are shared out among about so many
+_FULL = 528  # programs from which an even one has all parts of its tile
 _LEAST_ROWS = 16  # of a product
 _MANY_ROWS = 32  # from which it pays to ask about the keys of the last block alone
 _PARTS, _ADDING_WARPS = 8, 2  # parts that are added up at a time
@@ -145,9 +148,11 @@ def attend_pages(
     factor, cap, turns, q_t, q_h, k_p, k_n, k_h, v_p, v_n, v_h, y_t, y_h,
     GROUP: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
     HEAD: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, ALIKE: tl.constexpr, PADDED: tl.constexpr,
-    UPCAST: tl.constexpr, FLOAT8: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
+    UPCAST: tl.constexpr, FLOAT8: tl.constexpr, WHOLE: tl.constexpr, ALONE: tl.constexpr, WIDE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Reads the keys and values of its parts once. Without SPLIT it writes y, with it what `add_parts` reads."""
+    """Reads the keys and values of its parts once. Without SPLIT or with all parts ALONE it writes y, else what
+    `add_parts` reads."""
     if EARLY == 1:
         take_turn()
     kind: tl.constexpr = tl.float64 if WIDE else tl.float32
@@ -199,19 +204,43 @@ def attend_pages(
         to_y = y + ((first + token) * y_t + (head * GROUP + member) * y_h)[:, None] + columns[None, :]
         tl.store(to_y, made.to(y.dtype.element_ty), mask=held)
     else:
+        largest = tl.full((ROWS,), float("-inf"), kind)
+        sums = tl.zeros((ROWS,), kind)
+        total = tl.zeros((ROWS, HEAD), kind)
         for part in range(part0, (end + SPLIT - 1) // SPLIT, turns):
             low = tl.maximum(begin, part * SPLIT)
             high = tl.minimum(end, part * SPLIT + SPLIT)
-            largest, sums, total = attend_part(
+            own, weight, made = attend_part(
                 query, at, counts, keys, values, key_scales, value_scales, table, page, low, low, high, window,
                 factor, cap, k_p, k_n, v_p, v_n, K, E, PAGE, BLOCK_N, HEAD, ROWS, WINDOW, CAPPED, ALIKE, PADDED,
                 UPCAST, FLOAT8, False, kind,
             )  # fmt: skip
-            place = (part * T + first + token).to(tl.int64) * H + head * GROUP + member
-            tl.store(extremes + place, largest, mask=counts)
-            tl.store(weights + place, sums, mask=counts)
-            tl.store(parts + place[:, None] * HEAD + columns[None, :], total, mask=counts[:, None])
+            if ALONE:
+                largest, before, now = common_base(largest, own, own)
+                sums = tl.fma(sums, before, weight * now)
+                total = tl.fma(total, before[:, None] + tl.zeros_like(total), made * now[:, None])
+            else:
+                place = (part * T + first + token).to(tl.int64) * H + head * GROUP + member
+                tl.store(extremes + place, own, mask=counts)
+                tl.store(weights + place, weight, mask=counts)
+                tl.store(parts + place[:, None] * HEAD + columns[None, :], made, mask=counts[:, None])
             page = pages_of(table, (part + turns) * SPLIT, end, PAGE, BLOCK_N)
+        if ALONE:
+            if sinks is not None:
+                sink = tl.load(sinks + head * GROUP + member).to(kind) * 1.4426950408889634
+                sums, total = with_sink(sink, largest, sums, total, kind)
+            mean = total / tl.where(counts, sums, 1.0)[:, None]
+            to_y = y + ((first + token) * y_t + (head * GROUP + member) * y_h)[:, None] + columns[None, :]
+            tl.store(to_y, mean.to(y.dtype.element_ty), mask=held)
+
+
+@triton.jit
+def common_base(largest, own, most):
+    """Of sums so far and of more parts, whose largest scores are `own` and together `most`: the largest, and what each
+    is multiplied by. Nothing that has seen no key is NaN."""
+    larger = tl.maximum(largest, most)
+    base = tl.where(larger == float("-inf"), 0.0, larger)
+    return larger, tl.exp2(largest - base), tl.exp2(own - base)
 
 
 @triton.jit
@@ -253,12 +282,9 @@ def add_parts(
         own = tl.load(extremes + place, mask=there, other=float("-inf"))
         weight = tl.load(weights + place, mask=there, other=0.0)
         made = tl.load(parts + place[:, None] * HEAD + columns[None, :], mask=there[:, None], other=0.0)
-        larger = tl.maximum(largest, tl.max(own, 0))
-        base = tl.where(larger == float("-inf"), 0.0, larger)
-        before, now = tl.exp2(largest - base), tl.exp2(own - base)
-        sums = sums * before + tl.sum(weight * now, 0)
-        total = total * before + tl.sum(made * now[:, None], 0)
-        largest = larger
+        largest, before, now = common_base(largest, own, tl.max(own, 0))
+        sums = tl.fma(sums, before, tl.sum(weight * now, 0) + tl.zeros_like(sums))
+        total = tl.fma(total, before + tl.zeros_like(total), tl.sum(made * now[:, None], 0))
     if sinks is not None:
         sink = tl.load(sinks + head + tl.zeros((1,), tl.int32)).to(kind) * 1.4426950408889634
         sums, rows = with_sink(sink, largest, sums, total[None, :], kind)
@@ -270,21 +296,24 @@ def add_parts(
 
 def plan(
     places: Mapping[str, Place], *, tile: int, split: int, longest: int, window: int, cap: float = 0.0,
-    early: bool = False, settled: bool = False, interpreted: bool = False,
+    even: bool = False, early: bool = False, settled: bool = False, interpreted: bool = False,
 ) -> LaunchPlan:  # fmt: skip
     q, keys, values, y = (places[name] for name in ("q", "keys", "values", "y"))
     (tokens, heads, width), (_, page, kv_heads, _) = q.shape, keys.shape
     count, group = places["tiles"].shape[0], heads // kv_heads
-    rows = max(_LEAST_ROWS, triton.next_power_of_2(tile * group))
+    least = even_rows(group, 8 if q.dtype == "float64" else 4 if q.dtype == "float32" else 2) if even else _LEAST_ROWS
+    rows = max(least, triton.next_power_of_2(tile * group))
     head = max(16, triton.next_power_of_2(width))
     parts = blocks(longest, split) if split else 1
-    turns = min(parts, max(4, blocks(_PROGRAMS, count * kv_heads)))
+    alone = even and (parts == 1 or count * kv_heads >= _FULL)
+    turns = 1 if alone else min(parts, max(4, blocks(_PROGRAMS, count * kv_heads)))
+    divides = split > 0 and not alone
     wide = q.dtype == "float64"
     kind = "float64" if wide else "float32"
     buffers = {
-        "parts": Buffer(parts * tokens * heads * head if split else 1, kind),
-        "extremes": Buffer(parts * tokens * heads if split else 1, kind),
-        "weights": Buffer(parts * tokens * heads if split else 1, kind),
+        "parts": Buffer(parts * tokens * heads * head if divides else 1, kind),
+        "extremes": Buffer(parts * tokens * heads if divides else 1, kind),
+        "weights": Buffer(parts * tokens * heads if divides else 1, kind),
     }
     arguments: dict[str, Argument] = dict.fromkeys(("key_scales", "value_scales", "sinks"))
     arguments |= {name: Pointer(name) for name in (*places, *buffers)}
@@ -301,6 +330,7 @@ def plan(
         **shared, "EARLY": (2 if settled else 1) if early else 0, "GROUP": group, "ROWS": rows, "PAGE": page,
         "CAPPED": bool(cap), "ALIKE": keys.strides == values.strides, "PADDED": head != width, "UPCAST": upcast,
         "FLOAT8": keys.dtype == "uint8", "WHOLE": rows >= _MANY_ROWS and not split and not window,
+        "ALONE": alone,
     }  # fmt: skip
     large = any(place.wide for place in places.values())
     warps, stages = _effort(rows, head, q.dtype)
@@ -308,13 +338,13 @@ def plan(
         f"{__name__}:attend_pages", (count * kv_heads, turns), arguments, constants, warps=warps, stages=stages,
         wide=large, varying=_VARYING, early=early,
     )  # fmt: skip
-    if not split:
+    if not divides:
         return LaunchPlan((attending,), buffers)
     names = ("parts", "extremes", "weights", "sinks", "tiles", "y", "H", "T", "E", "window", "y_t", "y_h")
     adding = Step(
         f"{__name__}:add_parts", (count * tile, heads), {name: arguments[name] for name in names},
-        {**shared, "EARLY": early, "TILE": tile, "PARTS": _PARTS}, warps=_ADDING_WARPS, stages=1, wide=large,
-        varying=_VARYING, early=early,
+        {**shared, "EARLY": early, "TILE": tile, "PARTS": 1 if even else _PARTS}, warps=_ADDING_WARPS, stages=1,
+        wide=large, varying=_VARYING, early=early,
     )  # fmt: skip
     return LaunchPlan((attending, adding), buffers)
 
@@ -336,7 +366,7 @@ def _effort(rows: int, head: int, dtype: str) -> tuple[int, int]:
 def forward(
     launch: Any, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, key_scales: Tensor | None,
     value_scales: Tensor | None, sinks: Tensor | None, tile: int, split: int, longest: int, window: int, cap: float,
-    settled: bool,
+    even: bool, settled: bool,
 ) -> Tensor:  # fmt: skip
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     q, keys, values = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, keys, values))
@@ -347,6 +377,7 @@ def forward(
     if sinks is not None:
         given["sinks"] = sinks.contiguous()
     planned = interpreted_plan if q.device.type == "cpu" else plan
-    options = {"tile": tile, "split": split, "longest": longest, "window": window, "cap": cap, "settled": settled}
+    options = {"tile": tile, "split": split, "longest": longest, "window": window, "cap": cap}
+    options |= {"even": even, "settled": settled}
     launch(planned, given, written=("y",), **options, early=launches_early(q.device))
     return y

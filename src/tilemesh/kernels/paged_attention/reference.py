@@ -30,8 +30,8 @@ MOST_ROWS = 128
 KEY_BLOCK = 64
 """Keys are reduced in blocks of so many positions, the first at position 0."""
 EVEN_SPLIT = 1024
-"""Keys of a part where a token's bits must not follow from how many others there are: enough that few parts are written
-and added up for a prompt, and few enough that several programs share a long sequence that decodes."""
+"""Keys of a part where a token's bits must not follow from how many others there are (`even`): enough that few parts
+are written and added up for a prompt, and few enough that several programs share a long sequence that decodes."""
 _TILE_ROWS = {2: 64, 4: 32, 8: 16}
 """Tokens times query heads of a tile of a prompt, by the bytes of an element."""
 _NARROW = 64
@@ -39,16 +39,23 @@ _NARROW = 64
 _LEAST_ROWS = 16
 
 
-def prompt_tile(group: int, width: int, itemsize: int) -> int:
-    """Tokens of a tile of a prompt, where `group` query heads share a key head."""
+def prompt_tile(group: int, width: int, itemsize: int, even: bool = False) -> int:
+    """Tokens of a tile of a prompt, where `group` query heads share a key head. `even`: see `paged_attention`."""
+    if even:
+        return max(1, even_rows(group, itemsize) // group)
     rows = _TILE_ROWS[itemsize] * (2 if width <= _NARROW and itemsize == 2 else 1)
     return max(1, _LEAST_ROWS // group, rows // group)
+
+
+def even_rows(group: int, itemsize: int) -> int:
+    """Tokens times query heads that an `even` program multiplies, however many of them are there."""
+    return max(_TILE_ROWS[itemsize], 1 << (group - 1).bit_length())
 
 
 def check(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, key_scales: Tensor | None,
     value_scales: Tensor | None, sinks: Tensor | None, tile: int, split: int, longest: int, window: int, cap: float,
-    settled: bool,
+    even: bool, settled: bool,
 ) -> None:  # fmt: skip
     shapes = f"q {tuple(q.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)}"
     if q.dim() != 3 or keys.dim() != 4 or keys.shape != values.shape or q.shape[2] != keys.shape[3]:
@@ -69,6 +76,11 @@ def check(
     group = q.shape[1] // keys.shape[2]
     if tile < 1 or tile * group > max(MOST_ROWS, group):
         raise UsageError(f"tile is {tile} and {group} query heads share a key head: expected at most {MOST_ROWS} rows")
+    if even and (not split or tile > prompt_tile(group, q.shape[2], q.element_size(), even)):
+        raise UsageError(
+            f"even, and tile is {tile}, split {split}: expected parts, and tiles of at most "
+            f"{prompt_tile(group, q.shape[2], q.element_size(), even)} tokens"
+        )
     if split < 0 or split % KEY_BLOCK or longest < 1 or window < 0 or not 0 <= cap < math.inf:
         raise UsageError(
             f"split is {split}, longest {longest}, window {window}, cap {cap}: expected a multiple of {KEY_BLOCK} or 0 "
@@ -117,6 +129,7 @@ def paged_attention(
     longest: int = 1,
     window: int = 0,
     cap: float = 0.0,
+    even: bool = False,
     settled: bool = False,
 ) -> Tensor:
     """softmax(q k / sqrt(E)) v of each new token over the keys of its own sequence up to its own position: (T, H, E).
@@ -129,7 +142,8 @@ def paged_attention(
     added up in order; 0: in one. longest: keys of the longest sequence, at least. window: a token sees the last so many
     keys, its own included; 0: all. cap: scores s are cap tanh(s / cap); 0: as they are. sinks: (H,), of each query
     head a score more, in the softmax alone: it takes no value. A token's result depends on its own sequence, the tile's
-    size and `split` alone. Kernels compute in float32 (float64 for float64) and round probabilities to q's dtype.
+    size and `split` alone; `even`: on its own sequence and `split`, whatever the tiles are. Kernels compute in float32
+    (float64 for float64) and round probabilities to q's dtype.
     settled: tables and tiles are no results of the kernel launched just before, and may be read before it has ended.
     """
     keys, values = decoded_pages(keys, values, key_scales, value_scales, accumulator(q.dtype))

@@ -26,6 +26,7 @@ from tilemesh.kernels.launch.gpu import launches_early
 from tilemesh.kernels.launch.implementation import implementation_of
 from tilemesh.kernels.launch.steps import Argument, LaunchPlan, Pointer, Step, blocks
 from tilemesh.kernels.paged_attention.codes import code_scheme, put_pages
+from tilemesh.kernels.rotary.kernel import turned
 
 _HEADS = 8  # of a program, at most
 
@@ -83,7 +84,7 @@ def turn_and_store(
     if ROTARY:
         c = tl.load(cos + token * c_t + pairs, mask=pairs < W, other=0.0).to(kind)
         s = tl.load(sin + token * s_t + pairs, mask=pairs < W, other=0.0).to(kind)
-        turned_a, turned_b = a * c - b * s, b * c + a * s
+        turned_a, turned_b = turned(a, b, c, s)
     is_query = inside & (heads < H)
     to_q = q + (token.to(tl.int64) * H + heads) * (2 * W) + pairs
     tl.store(to_q, turned_a.to(q.dtype.element_ty), mask=is_query)

@@ -23,6 +23,14 @@ _SHARED = 8  # heads of a program, at most
 
 
 @triton.jit
+def turned(a, b, c, s):
+    """a c - b s and b c + a s, rounded alike wherever this is compiled into: which of two products is fused into the
+    sum would else be the compiler's choice."""
+    c, s = c + tl.zeros_like(a), s + tl.zeros_like(a)
+    return tl.fma(a, c, -(b * s)), tl.fma(b, c, a * s)
+
+
+@triton.jit
 def turn(
     x, cos, sin, y, M, Q, S, H, x_p, x_q, x_s, x_e, c_p, c_q, c_e, s_p, s_q, s_e, y_p, y_q, y_s,
     ROWS: tl.constexpr, SHARED: tl.constexpr, HALF: tl.constexpr, BACK: tl.constexpr, WIDE: tl.constexpr,
@@ -44,8 +52,9 @@ def turn(
     a = tl.load(source, mask=inside, other=0.0).to(kind)
     b = tl.load(source + H * x_e, mask=inside, other=0.0).to(kind)
     target = y + first * y_p + second * y_q + shared * y_s + pairs
-    tl.store(target, (a * c - b * s).to(y.dtype.element_ty), mask=inside)
-    tl.store(target + H, (b * c + a * s).to(y.dtype.element_ty), mask=inside)
+    a, b = turned(a, b, c, s)
+    tl.store(target, a.to(y.dtype.element_ty), mask=inside)
+    tl.store(target + H, b.to(y.dtype.element_ty), mask=inside)
 
 
 def turn_plan(places: Mapping[str, Place], *, back: bool) -> LaunchPlan:

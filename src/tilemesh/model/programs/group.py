@@ -25,6 +25,9 @@ from tilemesh.model.norm import ResidualNorm
 from tilemesh.model.one_row import times_normed_row, times_row
 from tilemesh.model.transformer import Layer
 
+GATED = {"silu": swiglu, "gelu_tanh": geglu}
+"""By a gate's activation: both at once."""
+
 
 @dataclass(frozen=True)
 class GroupProduct:
@@ -49,7 +52,7 @@ class GroupProduct:
 
     def gated(self, x: Tensor) -> Tensor:
         """The gate's activation of the first of two projections times the second."""
-        made: Tensor = (swiglu if self.gate == "silu" else geglu)(*self.layer(x).chunk(2, -1))
+        made: Tensor = GATED[self.gate](*self.layer(x).chunk(2, -1))
         return made
 
     def gated_row(self, x: Tensor) -> Tensor:
@@ -145,6 +148,8 @@ def why_apart(layers: Sequence[Linear]) -> str:
             return "ranks share them"
         if layer._forward_hooks or layer._forward_pre_hooks:
             return "somebody listens to them"
+        if layer.in_blocks:
+            return "they are multiplied in blocks of tokens"
         if any(parameter.requires_grad for parameter in layer.parameters()):
             return "weights are trained"  # somebody steps them, and knows where they are
         dtypes = tuple((name, piece.dtype, piece.device) for name, piece in layer.named_parameters())

@@ -114,7 +114,8 @@ def prepare(
         make_invariant(model, device, use)
     layers = [layer for layer in model.layers if isinstance(layer, Layer)]
     apart = LayerGroups() if use.trains else LayerGroups(None, None, CUT_OTHERWISE, CUT_OTHERWISE)
-    groups = tuple(apart if use.trains or use.invariant else layer_groups(layer, use.single_rows) for layer in layers)
+    one_row = use.single_rows and not use.invariant
+    groups = tuple(apart if use.trains else layer_groups(layer, one_row) for layer in layers)
     seats = [ProgramSeat(model, layer, group, use, device) for layer, group in zip(layers, groups, strict=True)]
     classes: tuple[RowClass, ...] = ("more",) if use.trains else ALL_ROWS
     choices: Choices = {rows: choose(seats, rows, programs, _hardware(device)) for rows in classes}
