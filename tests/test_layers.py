@@ -456,7 +456,7 @@ def test_kernels_keep_nothing_in_modules_but_their_context_and_values_of_functio
         "kernels.few_linear.cpu:library",
         "kernels.decode_layers.cpu:library",
         "kernels.lowbit.codes:_table",  # a format's numbers, on a device
-        "kernels.lowbit_linear.tokens:_compiled",  # a CUDA function of its source and constants
+        "kernels.launch.driver:compiled",  # a CUDA function of its source and constants
     }
 
 

@@ -1,5 +1,8 @@
 """4-bit codes times some rows, under Triton's interpreter, and which form of the CUDA kernels a GPU would be given."""
 
+import ctypes
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given as drawn
@@ -7,7 +10,8 @@ from hypothesis import strategies as st
 
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.accuracy import excess
-from tilemesh.kernels.launch import call
+from tilemesh.kernels.launch import call, driver, program
+from tilemesh.kernels.launch.call import Place
 from tilemesh.kernels.lowbit.codes import pack, quantize
 from tilemesh.kernels.lowbit.formats import FORMATS, Scheme
 from tilemesh.kernels.lowbit_linear import some_rows, tokens
@@ -121,3 +125,47 @@ def test_few_turns_of_a_settled_product_are_for_half_as_many_blocks():
     found, settled = (tokens.one_token_form(4096, 4096, 132, settled) for settled in (False, True))
     assert (found, settled) == (tokens.OneTokenForm(16, 8), tokens.OneTokenForm(16, 4))
     assert tokens.one_token_form(4096, 14336, 132, True) == tokens.OneTokenForm(16, 8)
+
+
+def test_a_kernel_in_cuda_is_given_addresses_and_numbers_in_its_order(monkeypatch):
+    """On a CPU, where a function of ours stands for the driver's. A norm before the product has four tensors more."""
+    told = []
+    prototype = ctypes.CFUNCTYPE(
+        ctypes.c_int, ctypes.POINTER(driver._Launch), ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
+    )
+
+    @prototype
+    def launch(config, function, parameters, extra):
+        kinds = [ctypes.c_void_p] * (5 if function == 4 else 8) + [ctypes.c_int] * (4 if function == 4 else 3)
+        kinds += [ctypes.c_double] * (function == 8)
+        values = [kind.from_address(parameters[at]).value for at, kind in enumerate(kinds)]
+        this = config.contents
+        told.append(([*this.grid], [*this.block], this.shared_bytes, this.stream, this.count, values))
+        return 0
+
+    sources = []
+
+    def compiled(source, function, device):
+        sources.append(source)
+        return 4 if function == "int4_tokens" else 8
+
+    monkeypatch.setattr(driver, "_driver", lambda: SimpleNamespace(cuLaunchKernelEx=launch))
+    monkeypatch.setattr(program, "compiled", compiled)
+    monkeypatch.setattr(program.torch.cuda, "current_device", lambda: 0)
+    few, row, vector = (Place(shape, (256, 1), "float16", aligned=True) for shape in ((3, 256), (1, 256), (256,)))
+    codes, scales = Place((64, 128), (128, 1), "uint8", aligned=True), Place((64, 2), (2, 1), "float32", aligned=True)
+    places = {"x": few, "w": codes, "scales": scales, "y": few}
+    options = {"gated": False, "settled": True, "early": True, "eps": 0.5}
+    plan = tokens.plan(places, form=tokens.TokenForm(1, 1, 4, 2), **options)
+    launched = program.LaunchProgram(plan, {}, list(places))
+    launched(7, 1, 2, 3, 5)
+    assert told == [([4, 1, 1], [256, 1, 1], 0, 7, 1, [2, 3, 3, 1, 5, 3, 64, 256, 2])]
+    assert "#define STRIPS 1\n" in sources[0]
+    assert "#define EARLY 2\n" in sources[0]
+    assert launched.direct()[0].arguments[3:6] == ((0, 0), (3, 0), (-1, 3))
+    one = {"x": row, "branch": row, "gains": vector, "w": codes, "scales": scales, "y": row, "total": row}
+    plan = tokens.plan(one, form=tokens.OneTokenForm(2, 1), **{**options, "early": False})
+    program.LaunchProgram(plan, {}, list(one))(0, *range(10, 17))
+    addresses = dict(zip(one, range(10, 17), strict=True))
+    order = ("w", "scales", "scales", "x", "branch", "gains", "y", "total")
+    assert told[1] == ([2, 1, 1], [64, 1, 1], 656, None, 0, [*map(addresses.get, order), 64, 256, 2, 0.5])

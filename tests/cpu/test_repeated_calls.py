@@ -96,6 +96,36 @@ def test_whatever_is_not_that_simple_goes_the_long_way(kind):
         assert programs[1].launched[-1] == (first[1], more.data_ptr())
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_product_of_torchs_is_a_launch_where_its_result_is_given(mode):
+    """With a launch before it, on parts, and on bytes that are numbers of another kind."""
+
+    def forward(launch, x, weight):
+        codes, y = torch.empty(6, 3, dtype=torch.int16), torch.empty(4, 6)
+        launch(None, {"codes": codes.view(torch.float16)[2:], "w": weight}, written=("codes",))
+        torch.mm(x[1:], weight.t(), out=y)
+        return (y.view(2, 2, 6),)
+
+    with mode():
+        recording, (program,) = recorded(forward, torch.randn(5, 3), torch.randn(6, 3))
+        for _ in range(2):
+            x, weight = torch.randn(5, 3), torch.randn(6, 3)
+            (y,) = repeat(recording, x, weight)
+            assert torch.equal(y, (x[1:] @ weight.t()).view(2, 2, 6))
+            assert program.launched[-1][1] == weight.data_ptr()
+        recording.launch_on((x, weight, torch.empty(6, 3, dtype=torch.int16), y.flatten(0, 1).zero_()))
+        assert torch.equal(y, (x[1:] @ weight.t()).view(2, 2, 6))
+        assert len(program.launched) == 3
+    assert recorded_or_not(lambda launch, x: (launch(None, {"x": x}, written=()), x.view(torch.int32))[1:]) is None
+
+
+def recorded_or_not(function):
+    recorder = CallRecorder(lambda *given, **named: Program(), (torch.randn(3),))
+    with recorder:
+        made = function(recorder.launch, *recorder.tensors)
+    return recorder.recording(made)
+
+
 def test_one_given_twice_is_told_apart():
     def forward(launch, a, b):
         y = torch.empty(a.shape)

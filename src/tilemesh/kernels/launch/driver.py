@@ -6,11 +6,11 @@ They can be launched while the one before still runs (see `kernels.early`), and 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 _EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
@@ -34,19 +34,41 @@ class _Launch(ctypes.Structure):
     )  # fmt: skip
 
 
-def launch_early(
-    kernel: Any, grid: tuple[int, int, int], threads: int, given: Sequence[Tensor | int | float], shared_bytes: int
-) -> None:
-    """`kernel`: what `torch.cuda._compile_kernel` made; it has to wait for the kernel ahead by itself."""
-    held = [_argument(value) for value in given]
-    pointers = (ctypes.c_void_p * len(held))(*[ctypes.addressof(one) for one in held])
-    attribute = _Attribute(_EARLY, b"", _Value(flag=1))
-    stream = torch.cuda.current_stream().cuda_stream
-    told = _Launch(
-        (ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(threads, 1, 1), shared_bytes, stream,
-        ctypes.pointer(attribute), 1,
-    )  # fmt: skip
-    _call("cuLaunchKernelEx", ctypes.byref(told), kernel.func, pointers, None)
+class DirectLaunch(NamedTuple):
+    """What the driver is given to launch a compiled kernel."""
+
+    function: int
+    grid: tuple[int, int, int]
+    threads: int
+    shared_bytes: int
+    early: bool
+    cooperative: bool
+    arguments: tuple[tuple[int, int], ...]
+    """Which of the addresses, and 0; or -1 and the bits of a number."""
+
+    def call(self, stream: int, addresses: Sequence[int]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """On a stream, laid out once: what is called, and what it is given."""
+        values = [value if at < 0 else addresses[at] for at, value in self.arguments]
+        held = (ctypes.c_int64 * len(values))(*values)
+        begin = ctypes.addressof(held)
+        pointers = (ctypes.c_void_p * len(values))(*range(begin, begin + 8 * len(values), 8))
+        told = _Launch(
+            self.grid, (self.threads, 1, 1), self.shared_bytes, stream,
+            ctypes.pointer(_Attribute(_EARLY, b"", _Value(flag=1))), self.early,
+        )  # fmt: skip
+        function = _driver().cuLaunchKernelEx
+        return _launch, (function, ctypes.byref(told), ctypes.c_void_p(self.function), pointers, held)
+
+
+def _launch(function: Any, told: Any, kernel: Any, pointers: Any, held: Any) -> None:
+    """`held`: the values that pointers point to."""
+    _check("cuLaunchKernelEx", function(told, kernel, pointers, None))
+
+
+@functools.cache
+def compiled(source: str, function: str, device: int) -> int:
+    """A function of CUDA C++, for the current device, whose number this is."""
+    return int(torch.cuda._compile_kernel(source, function).func.value)
 
 
 def kernel_attribute(kernel: Any, which: int) -> int:
@@ -57,15 +79,15 @@ def kernel_attribute(kernel: Any, which: int) -> int:
 
 
 def _call(function: str, *arguments: Any) -> None:
-    driver = ctypes.CDLL("libcuda.so.1")  # torch has loaded it
-    result = getattr(driver, function)(*arguments)
+    _check(function, getattr(_driver(), function)(*arguments))
+
+
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")  # torch has loaded it
+
+
+def _check(function: str, result: int) -> None:
     if result:
         words = ctypes.c_char_p()
-        driver.cuGetErrorString(result, ctypes.byref(words))
+        _driver().cuGetErrorString(result, ctypes.byref(words))
         raise RuntimeError(f"{function} of a CUDA kernel: {(words.value or b'an error without a name').decode()}")
-
-
-def _argument(value: Tensor | int | float) -> Any:
-    if isinstance(value, Tensor):
-        return ctypes.c_void_p(value.data_ptr())
-    return ctypes.c_int(value) if isinstance(value, int) else ctypes.c_double(value)

@@ -27,6 +27,7 @@ from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tilemesh.core.errors import UsageError
 from tilemesh.kernels.launch.steps import Argument, Descriptor, LaunchPlan, Pointer, check_names, is_double
 from tilemesh.kernels.launch.tensors import dtype_name
 
@@ -52,6 +53,8 @@ def run(plan: LaunchPlan, tensors: Mapping[str, Tensor | None], written: Sequenc
     dtypes = {name: dtype_name(tensor.dtype) for name, tensor in tensors.items() if tensor is not None}
     for step in plan.steps:
         module, _, name = step.kernel.partition(":")
+        if step.source:
+            raise UsageError(f"kernel {name} is CUDA C++, which is not interpreted: use 'auto' or 'torch'")
         real = tl.float64 if is_double(step, dtypes) else tl.float32
         arguments = {name: _value(argument, held, real) for name, argument in step.arguments.items()}
         with (

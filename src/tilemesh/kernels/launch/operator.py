@@ -358,5 +358,7 @@ def _autograd_function(computation: Computation) -> Any:
 
 def _casts_now(tensors: Tensors) -> bool:
     """Whether autocast is on for these; where no tensor is given at all, the checks that follow say so."""
-    first = next((tensor for tensor in tensors if tensor is not None), None)
-    return first is not None and autocasts(first)
+    for tensor in tensors:
+        if tensor is not None:
+            return autocasts(tensor)
+    return False

@@ -16,14 +16,16 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.errors import OutOfResources
 
 from tilemesh.core.errors import RunError
+from tilemesh.kernels.launch.driver import DirectLaunch, compiled
 from tilemesh.kernels.launch.steps import INT32_LIMIT, Descriptor, FitError, LaunchPlan, Pointer, Step, is_double
 
 _TYPES = {
@@ -135,20 +137,8 @@ def _typed(step: Step, name: str, operands: Mapping[str, Operand], gluon: bool =
     return "i64" if wide else "i32", None, math.gcd(argument, 16)
 
 
-class DirectLaunch(NamedTuple):
-    """What the driver is given to launch a compiled kernel."""
-
-    function: int
-    grid: tuple[int, int, int]
-    threads: int
-    shared_bytes: int
-    early: bool
-    cooperative: bool
-    arguments: tuple[tuple[int, int], ...]
-    """Which of the addresses, and 0; or -1 and the bits of a number."""
-
-
 _NUMBERS = {"fp32": "<f", "fp64": "<d"}
+_KINDS: dict[type, str] = {int: "i32", float: "fp64"}  # of numbers that a kernel in CUDA C++ takes
 
 
 def _bits(value: Any, kind: str) -> int:
@@ -164,7 +154,10 @@ class LaunchProgram:
     def __init__(self, plan: LaunchPlan, operands: Mapping[str, Operand], names: Sequence[str]) -> None:
         self.plan = plan
         self.names = tuple(names)
-        self._steps = [_Prepared(step, operands, self.names) for step in plan.steps]
+        self._steps = [
+            _FromSource(step, self.names) if step.source else _Prepared(step, operands, self.names)
+            for step in plan.steps
+        ]
         self.known: dict[tuple[int, ...], list[tuple[Callable[..., Any], tuple[Any, ...]]]] = {}
         """Launches and their arguments, by stream and addresses that they were asked for with lately."""
 
@@ -186,6 +179,25 @@ class LaunchProgram:
                 self.known.clear()
             calls = self.known[addresses] = [step.call(addresses[0], addresses[1:]) for step in self._steps]
         return calls
+
+
+class _FromSource:
+    """One launch of a kernel in CUDA C++."""
+
+    def __init__(self, step: Step, names: Sequence[str]) -> None:
+        macros = "".join(f"#define {name.upper()} {value}\n" for name, value in step.constants.items())
+        function = compiled(macros + step.source, step.function, torch.cuda.current_device())
+        arguments = [
+            (names.index(value.of), 0) if isinstance(value, Pointer) else (-1, _bits(value, _KINDS[type(value)]))
+            for value in step.arguments.values()
+        ]
+        self._launch = DirectLaunch(
+            function, (*step.grid, 1), 32 * step.warps, step.shared_bytes, step.early, False, tuple(arguments)
+        )
+        self.call = self._launch.call
+
+    def direct(self) -> DirectLaunch:
+        return self._launch
 
 
 class _Prepared:

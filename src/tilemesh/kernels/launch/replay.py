@@ -3,7 +3,8 @@
 `forward` and `backward` of an operator are ordinary torch code: they allocate results, take views, plan and launch.
 All of it but the addresses is the same at every call of one signature (shapes, strides, dtypes, devices, alignment,
 and the arguments that are no tensors). So the first call is watched, and later ones allocate and launch directly. A
-call that also computed something by torch, or copied a tensor, cannot be repeated like this: it has no recording.
+product that torch writes to a given tensor is a launch like any other. A call that also computed something else by
+torch, or copied a tensor, cannot be repeated like this: it has no recording.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ _ALLOCATIONS = frozenset(
         _aten.new_empty_strided.default,
     )
 )
+
+_PRODUCTS = frozenset((_aten.mm.out, _aten._scaled_mm.out))
 
 Tensors = Sequence[Tensor | None]
 
@@ -67,10 +70,14 @@ class SlotView:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset_bytes: int
+    dtype: torch.dtype
 
     def of(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach() if tensor.dtype is self.dtype else tensor.detach().view(self.dtype)
+        if not self.offset_bytes and tensor.shape == self.shape and tensor.stride() == self.strides:
+            return tensor
         begin = tensor.storage_offset() + self.offset_bytes // tensor.element_size()
-        return tensor.detach().as_strided(self.shape, self.strides, begin)
+        return tensor.as_strided(self.shape, self.strides, begin)
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,18 @@ class SlotAllocation:
 _empty_like = torch.empty_like
 
 
+@dataclass(frozen=True)
+class TorchProduct:
+    """A product of torch's as a launch on tensors, the last being its `out`; in `arguments` each other is `Tensor`."""
+
+    function: Any
+    arguments: tuple[object, ...]
+
+    def launch(self, tensors: Sequence[Tensor]) -> None:
+        given = iter(tensors)
+        self.function(*[next(given) if value is Tensor else value for value in self.arguments], out=next(given))
+
+
 class CallRecording:
     """What one call did, to be done again on other tensors of the same signature."""
 
@@ -107,25 +126,27 @@ class CallRecording:
     ) -> None:
         self.allocations, self.launches, self.results = tuple(allocations), tuple(launches), tuple(results)
         self.changed = tuple(changed)  # those of the given tensors that launches write to
-        self.interpreted = isinstance(launches[0][0], call.Interpreted)
         # Addresses of parts that do not begin where their slot begins are listed after those of the slots.
         self.inner: list[tuple[int, int]] = []
-        self.by_address: list[tuple[Any, Callable[[list[int]], tuple[int, ...]]]] = []
+        self.steps: list[tuple[Any, Callable[[list[int]], tuple[int, ...]] | None, Sequence[SlotView]]] = []
         for program, views in launches:
+            if not isinstance(program, call.Launched):  # by tensors
+                self.steps.append((program, None, views))
+                continue
             places = []
             for view in views:
                 places.append(view.slot)
                 if view.offset_bytes:
                     places[-1] = given + len(allocations) + len(self.inner)
                     self.inner.append((view.slot, view.offset_bytes))
-            self.by_address.append((program, _picker(places)))
+            self.steps.append((program, _picker(places), views))
         self.pick: Callable[[list[Any]], tuple[Any, ...]] | None = None
         if all(isinstance(result, int) for result in results):
             self.pick = _picker(list(results))  # type: ignore[arg-type]
         self.like: int | None = None
         """Where one tensor is allocated, like this slot, and is all that one launch leaves: most of what is called."""
         is_single = len(launches) == len(allocations) == 1 and self.results == (given,)
-        if is_single and not (self.interpreted or self.inner or self.changed):
+        if is_single and self.steps[0][1] is not None and not (self.inner or self.changed):
             self.like = allocations[0].like
 
     def __call__(self, tensors: Tensors, addresses: list[int]) -> tuple[Any, ...]:
@@ -133,8 +154,8 @@ class CallRecording:
         if self.like is not None:
             made = _empty_like(tensors[self.like])  # type: ignore[arg-type]
             addresses.append(made.data_ptr())
-            ((program, pick),) = self.by_address
-            program.launch(pick(addresses))
+            ((program, pick, _),) = self.steps
+            program.launch(pick(addresses))  # type: ignore[misc]
             return (made,)
         slots: list[Any] = [*tensors]
         for allocation in self.allocations:
@@ -142,22 +163,19 @@ class CallRecording:
             made = allocation.make(slots) if allocation.like is None else _empty_like(slots[allocation.like])
             slots.append(made)
             addresses.append(made.data_ptr())
-        if self.interpreted:
-            self.launch_on(slots)
-        else:
-            for slot, offset in self.inner:
-                addresses.append(addresses[slot] + offset)
-            for program, pick in self.by_address:
-                program.launch(pick(addresses))
+        for slot, offset in self.inner:
+            addresses.append(addresses[slot] + offset)
+        for program, pick, views in self.steps:
+            program.launch([view.of(slots[view.slot]) for view in views] if pick is None else pick(addresses))
         for slot in self.changed:
             _changed(slots[slot])
         return self.pick(slots) if self.pick is not None else tuple([_result(part, slots) for part in self.results])
 
     def launch_on(self, slots: Sequence[Any]) -> None:
         """The launches alone, on tensors that are there."""
-        for program, views in self.launches:
+        for program, pick, views in self.steps:
             parts = [view.of(slots[view.slot]) for view in views]
-            program.launch(parts if self.interpreted else [part.data_ptr() for part in parts])
+            program.launch(parts if pick is None else [part.data_ptr() for part in parts])
 
 
 def _picker(places: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
@@ -208,6 +226,13 @@ class CallRecorder(TorchDispatchMode):
         if function in _ALLOCATIONS and made.is_contiguous() and not (named or {}).get("pin_memory"):
             self._slot_of[id(made)] = len(self._slots)
             self._slots.append(made)
+        elif function in _PRODUCTS:
+            out = (named or {})["out"]
+            given = [value for value in arguments if isinstance(value, Tensor)]
+            program = TorchProduct(
+                function, tuple(Tensor if isinstance(value, Tensor) else value for value in arguments)
+            )
+            self._add(program, [*given, out], [out])
         elif function.is_view:
             slot, storage = self._slot_of.get(id(arguments[0])), arguments[0].untyped_storage()._cdata
             for view in made if isinstance(made, (list, tuple)) else (made,):
@@ -229,9 +254,11 @@ class CallRecorder(TorchDispatchMode):
             program = self._launch(plan, tensors, written, **constants)
         finally:
             self._launching = False
-        views = {name: self._view(tensor) for name, tensor in tensors.items()}
-        self._launches.append((program, list(views.values())))
-        self._written |= {view.slot for name in written if (view := views[name]) is not None}
+        self._add(program, list(tensors.values()), [tensors[name] for name in written])
+
+    def _add(self, program: Any, tensors: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+        self._launches.append((program, [self._view(tensor) for tensor in tensors]))
+        self._written |= {view.slot for tensor in written if (view := self._view(tensor)) is not None}
 
     def recording(self, results: Tensors) -> CallRecording | None:
         """To be repeated; None where the call did anything else than allocate, take views and launch."""
@@ -251,6 +278,8 @@ class CallRecorder(TorchDispatchMode):
     def _part(self, result: Tensor) -> int | SlotView | None:
         """Where a result is: as a rule all of an allocated tensor, of which the caller may hold another handle."""
         view = self._view(result)
+        if view is not None and self._slots[view.slot].dtype is not view.dtype:  # type: ignore[union-attr]
+            return None  # node.cpp makes no such views
         base = None if view is None or view.slot < len(self.tensors) else self._slots[view.slot]
         whole = base is not None and (base.shape, base.stride()) == (result.shape, result.stride())
         return view.slot if view is not None and whole and not view.offset_bytes else view
@@ -265,9 +294,10 @@ class CallRecorder(TorchDispatchMode):
                 return None
             (slot,) = same
         base = self._slots[slot]
-        if base is None or base.dtype != tensor.dtype or base.device != tensor.device:
+        if base is None or base.device != tensor.device:
             return None
-        return SlotView(slot, tuple(tensor.shape), tensor.stride(), tensor.data_ptr() - base.data_ptr())
+        begin = tensor.data_ptr() - base.data_ptr()
+        return SlotView(slot, tuple(tensor.shape), tensor.stride(), begin, tensor.dtype)
 
     def _allocation(self, slot: int) -> SlotAllocation:
         made = self._slots[slot]

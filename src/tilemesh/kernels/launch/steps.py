@@ -43,7 +43,8 @@ class Step:
     """One launch. Arguments are by name; `wide` makes every stride 64-bit, which makes all index math so.
 
     kernel: the Triton function, as `package.module:function`. A stride is an argument whose name is one letter, an
-    underscore and more (`x_m`).
+    underscore and more (`x_m`). With `source` it is a function of that text in CUDA C++, in which constants are macros;
+    arguments are then in its order, whole numbers 32-bit ones and others doubles.
     """
 
     kernel: str
@@ -56,6 +57,8 @@ class Step:
     hints: bool = True  # tell the compiler what divides sizes and strides, so that accesses are wide
     varying: tuple[str, ...] = ()  # sizes that change from call to call: no hint, so that one kernel serves them all
     early: bool = False  # launched while the kernel before still runs; the kernel itself waits for it
+    source: str = ""
+    shared_bytes: int = 0  # of a block, where there is a source; Triton finds its own
 
     @property
     def function(self) -> str:

@@ -213,13 +213,13 @@ def forward(
         return y.view(*x.shape[:-1], -1)
     if by_tokens and len(rows) <= FEW_TOKENS:
         y = torch.empty((len(rows), len(codes) // (2 if is_gated else 1)), dtype=x.dtype, device=x.device)
-        told = (rows.contiguous(), given["w"], given["scales"], given.get("zeros"), y)
-        tokens.product(*told, gated=is_gated, settled=settled)
+        tokens.product(launch, {**given, "x": rows.contiguous(), "y": y}, gated=is_gated, settled=settled)
         return y.view(*x.shape[:-1], -1)
     if len(rows) > FEW or by_tokens:
         weight = torch.empty((len(codes), x.shape[-1]), dtype=x.dtype, device=x.device)
         launch(decode_plan, {**given, "y": weight}, written=("y",), code=code)
-        return functional.linear(x, weight)
+        y = torch.empty((len(rows), len(codes)), dtype=x.dtype, device=x.device)
+        return torch.mm(rows, weight.t(), out=y).view(*x.shape[:-1], -1)
     y = torch.empty((len(rows), len(codes)), dtype=x.dtype, device=x.device)
     launch(plan, {"x": rows, **given, "y": y}, written=("y",), code=code, upcast=x.device.type == "cpu")
     return y.view(*x.shape[:-1], -1)
@@ -269,9 +269,10 @@ class NormedCodes:
             return forward(launch, row, codes, scales, zeros, code, gate, settled), total
         y = torch.empty((1, len(codes) // (1 if gate == "none" else 2)), dtype=x.dtype, device=x.device)
         total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        before = tokens.Before(branch.contiguous(), gain.contiguous(), total, float(eps))
-        told = (x.contiguous(), codes.contiguous(), scales.contiguous(), None if zeros is None else zeros.contiguous())
-        tokens.product(*told, y, gated=gate != "none", settled=settled, before=before)
+        given = {"x": x, "w": codes, "scales": scales, "zeros": zeros, "branch": branch, "gains": gain}
+        there = {name: tensor.contiguous() for name, tensor in given.items() if tensor is not None}
+        there |= {"y": y, "total": total}
+        tokens.product(launch, there, gated=gate != "none", settled=settled, eps=float(eps))
         return y, total
 
 

@@ -7,19 +7,20 @@ want; these kernels choose an order in which they need not move. They take group
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilemesh.kernels.launch.driver import launch_early
+from tilemesh.kernels.launch.call import Place
 from tilemesh.kernels.launch.gpu import device_index, gpu_of, launches_early
+from tilemesh.kernels.launch.steps import Argument, LaunchPlan, Pointer, Step
 
 _FOLDER = Path(__file__).parent
-_CHUNK, _THREADS = 128, 256  # as in the source
+_CHUNK, _FEW_WARPS = 128, 8  # as in the source
 MOST = 16
 """Tokens that a block takes at a time; with more, codes are unpacked again."""
 _WARPS, _SHARED = 16, 48 << 10
@@ -41,8 +42,8 @@ class TokenForm:
     depth: int
     blocks: int
 
-    def grid(self, tokens: int, outputs: int) -> tuple[int, int, int]:
-        return -(-outputs // (16 * self.strips)), -(-tokens // (8 * self.tiles)), 1
+    def grid(self, tokens: int, outputs: int) -> tuple[int, int]:
+        return -(-outputs // (16 * self.strips)), -(-tokens // (8 * self.tiles))
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ class OneTokenForm:
     def outputs(self) -> int:
         return 16 * self.warps // self.ways
 
-    def grid(self, tokens: int, outputs: int) -> tuple[int, int, int]:
-        return -(-outputs // self.outputs), 1, 1
+    def grid(self, tokens: int, outputs: int) -> tuple[int, int]:
+        return -(-outputs // self.outputs), 1
 
     def shared_bytes(self, inputs: int) -> int:
         return 2 * inputs + 4 * (inputs // _CHUNK) + 68 * self.warps
@@ -116,57 +117,50 @@ def _source(file: str) -> str:
     return "\n".join((_FOLDER / name).read_text() for name in ("int4_common.cu", file))
 
 
-class Before(NamedTuple):
-    """A norm inside of the product of one token: activations are the RMSNorm of x + branch, times the gains."""
-
-    branch: Tensor
-    gains: Tensor
-    total: Tensor
-    """What x + branch is written to."""
-    eps: float
-
-
-@functools.cache
-def _compiled(form: TokenForm | OneTokenForm, device: torch.device, **constants: int) -> Any:
-    file, entry = ("int4_token.cu", "int4_token") if isinstance(form, OneTokenForm) else ("int4.cu", "int4_tokens")
-    lines = "".join(f"#define {name.upper()} {value}\n" for name, value in (asdict(form) | constants).items())
-    with torch.cuda.device(device):
-        return torch.cuda._compile_kernel(lines + _source(file), entry)
+def plan(
+    places: Mapping[str, Place], *, form: TokenForm | OneTokenForm, gated: bool, settled: bool, early: bool, eps: float
+) -> LaunchPlan:
+    """With a branch, activations are the RMSNorm of x + branch, times the gains, and that sum is written to `total`."""
+    x, scales, outputs = places["x"], places["scales"], places["w"].shape[0]
+    tokens, inputs = x.shape
+    constants = {
+        **asdict(form), "per_group": inputs // scales.shape[1] // _CHUNK, "half": int(x.dtype == "float16"),
+        "zeros": int("zeros" in places), "early": (2 if settled else 1) if early else 0,
+    }  # fmt: skip
+    named = ["w", "scales", "zeros" if "zeros" in places else "scales", "x"]
+    numbers: list[Argument] = [outputs, inputs, 0 if scales.shape[0] == 1 else scales.shape[1]]
+    if isinstance(form, OneTokenForm):
+        file, entry, warps, shared = "int4_token.cu", "int4_token", form.warps, form.shared_bytes(inputs)
+        normed = "branch" in places
+        constants |= {"pieces": -(-inputs // (256 * warps)), "normed": int(normed), "gated": int(gated)}
+        named += ["branch", "gains", "y", "total"] if normed else ["x", "x", "y", "y"]
+        numbers.append(eps)
+    else:
+        file, entry, warps, shared = "int4.cu", "int4_tokens", _FEW_WARPS, 0
+        named.append("y")
+        numbers.insert(0, tokens)
+    arguments = {str(at): value for at, value in enumerate((*map(Pointer, named), *numbers))}
+    step = Step(
+        f"{__name__}:{entry}", form.grid(tokens, outputs), arguments, constants, warps=warps, early=early,
+        source=_source(file), shared_bytes=shared,
+    )  # fmt: skip
+    return LaunchPlan((step,))
 
 
 def product(
-    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, y: Tensor,
-    form: TokenForm | OneTokenForm | None = None, *, gated: bool = False, settled: bool = False,
-    before: Before | None = None, early: bool | None = None,
-) -> None:  # fmt: skip
+    launch: Any, given: Mapping[str, Tensor], *, gated: bool = False, settled: bool = False, eps: float = 0.0
+) -> None:
     """y (M, N) = x (M, K) W^T, all of it contiguous. A gate or a norm are for a single token and a `OneTokenForm`.
 
-    gated: the first half of the outputs are gates of the second. settled: codes and scales are not results of the
-    kernel launched just before. early: None where this GPU can launch it before that one has ended.
+    given: x, w, scales, zeros or not, y; with a norm before the product also branch, gains, total. gated: the first
+    half of the outputs are gates of the second. settled: codes and scales are not results of the kernel launched just
+    before, which this one is launched before the end of where the GPU can do that.
     """
-    (tokens, inputs), outputs = x.shape, len(codes)
-    form = form or form_of(tokens, outputs, inputs, gpu_of(device_index(x.device)).multiprocessors, settled)
-    early = launches_early(x.device) if early is None else early
-    constants = {
-        "per_group": inputs // scales.shape[1] // _CHUNK, "half": int(x.dtype is torch.float16),
-        "zeros": int(zeros is not None), "early": (2 if settled else 1) if early else 0,
-    }  # fmt: skip
-    step = 0 if len(scales) == 1 else scales.shape[1]
-    given: list[Tensor | int | float] = [codes, scales, scales if zeros is None else zeros, _aligned(x)]
-    threads, shared = _THREADS, 0
-    if isinstance(form, OneTokenForm):
-        threads, shared = 32 * form.warps, form.shared_bytes(inputs)
-        constants |= {"pieces": -(-inputs // (8 * threads)), "normed": int(before is not None), "gated": int(gated)}
-        branch, gains, total, eps = before or Before(x, x, y, 0.0)
-        given += [_aligned(branch), _aligned(gains), y, total, outputs, inputs, step, eps]
-    else:
-        given += [y, tokens, outputs, inputs, step]
-    kernel = _compiled(form, x.device, **constants)
-    with torch.cuda.device(x.device):  # whose stream it is launched on
-        if early:
-            launch_early(kernel, form.grid(tokens, outputs), threads, given, shared)
-        else:
-            kernel(form.grid(tokens, outputs), (threads, 1, 1), given, shared)
+    x = given["x"]
+    form = form_of(len(x), len(given["w"]), x.shape[1], gpu_of(device_index(x.device)).multiprocessors, settled)
+    aligned = {name: _aligned(given[name]) for name in ("x", "branch", "gains") if name in given}
+    options = {"form": form, "gated": gated, "settled": settled, "early": launches_early(x.device), "eps": eps}
+    launch(plan, {**given, **aligned}, written=("y", "total")[: 1 + ("total" in given)], **options)
 
 
 def _aligned(x: Tensor) -> Tensor:

@@ -121,9 +121,9 @@ def library_is_quicker(x: Tensor, weight: Tensor, code: str, dtype: str) -> bool
 
 def forward(launch: Any, x: Tensor, weight: Tensor, x_scales: Tensor, scales: Tensor, code: str, dtype: str) -> Tensor:
     x, weight = for_tma(x), for_tma(weight)
-    if library_is_quicker(x, weight, code, dtype):
-        return by_library(x, weight, x_scales, scales, code=code, dtype=dtype)
     y = torch.empty((len(x), len(weight)), dtype=getattr(torch, dtype), device=x.device)
+    if library_is_quicker(x, weight, code, dtype):
+        return by_library(x, weight, x_scales, scales, code=code, dtype=dtype, out=y)
     on_cpu = x.device.type == "cpu"
     if code == "fp8" and not on_cpu:  # Triton's interpreter has no such memory
         x, weight = x.view(torch.float8_e4m3fn), weight.view(torch.float8_e4m3fn)

@@ -70,14 +70,15 @@ def _values(codes: Tensor, code: str, dtype: torch.dtype) -> Tensor:
 
 
 def by_library(
-    x: Tensor, weight: Tensor, x_scales: Tensor, scales: Tensor, *, code: str = "int8", dtype: str = "bfloat16"
-) -> Tensor:
-    """What a user of plain torch calls on a GPU: `_scaled_mm`, or `_int_mm` and the scales."""
+    x: Tensor, weight: Tensor, x_scales: Tensor, scales: Tensor, *, code: str = "int8", dtype: str = "bfloat16",
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """What a user of plain torch calls on a GPU: `_scaled_mm`, into `out` if given, or `_int_mm` and the scales."""
     if code == "fp8":
         left, right = x.view(torch.float8_e4m3fn), weight.view(torch.float8_e4m3fn)
         given = {"scale_a": x_scales.expand(len(x), 1), "scale_b": scales.expand(len(weight), 1).mT}
         given = {name: value.contiguous() for name, value in given.items()}
-        return torch._scaled_mm(left, right.mT, **given, out_dtype=_RESULTS[dtype], use_fast_accum=True)
+        return torch._scaled_mm(left, right.mT, **given, out_dtype=_RESULTS[dtype], use_fast_accum=True, out=out)
     return (torch._int_mm(x, weight.mT) * x_scales * scales.mT).to(_RESULTS[dtype])
 
 
