@@ -17,13 +17,13 @@ import contextlib
 
 import torch
 from torch import Tensor
-from torch._C import _is_tracing
 from torch.compiler import is_compiling
 
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels import context
+from tilemesh.kernels.launch.replay import signature
 from tilemesh.kernels.launch.steps import FitError
-from tilemesh.kernels.launch.tensors import PLAIN_TYPES, autocast, autocasts, is_transformed
+from tilemesh.kernels.launch.tensors import autocast, autocasts, is_plain, is_traced, is_transformed, is_watched
 from tilemesh.kernels.matmul import gradient, reference
 from tilemesh.kernels.matmul.arguments import (
     allows_tf32,
@@ -62,50 +62,39 @@ def fused_matmul(
     """
     if activation is None:
         activation = "none"
-    # Transforms first, while compiling too: one operator in the graph would hide the tangent from them.
-    if is_transformed(a, b, c, out):
-        return _transformed(a, b, c, activation, out, implementation, config)
-    # torch.jit.trace records operators, and its sizes are tensors: a kernel launched directly takes no such sizes and
-    # would be missing from the graph.
-    if is_compiling() or _is_tracing():
-        return _traced(a, b, c, activation, out, implementation, config)
-    if not _is_plain(a, b, c) or (out is not None and (type(out) not in PLAIN_TYPES or out.is_neg())):
-        return _traced(a, b, c, activation, out, implementation, config)
-    if torch.is_autocast_enabled("cuda" if a.is_cuda else a.device.type):  # naming the device costs a microsecond
-        a, b, c = _autocast(a, b, c)
+    signed = None if is_compiling() or is_watched() else signature((a, b, c, out))
+    if signed is None or a.is_meta:
+        # Transforms first, while compiling too: one operator in the graph would hide the tangent from them.
+        if is_transformed(a, b, c, out):
+            return _transformed(a, b, c, activation, out, implementation, config)
+        # A kernel launched directly would be missing from a graph, and takes no sizes that are tensors.
+        if not _is_plain(a, b, c, out):
+            return _traced(a, b, c, activation, out, implementation, config)
+    if autocasts(a):
+        (a, b, c), signed = _autocast(a, b, c), None
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or (c is not None and c.requires_grad)):
         if out is not None:
             raise UsageError("out= with inputs that require gradients: leave out= away, or use torch.no_grad()")
-        result: Tensor = _with_gradients(a, b, c, activation, implementation, config)
+        result: Tensor = _with_gradients(a, b, c, activation, implementation, config, signed)
         return result
     if out is not None and out.requires_grad and torch.is_grad_enabled():
         raise UsageError("out= requires gradients itself: give a tensor that does not, or use torch.no_grad()")
-    return _eager(a, b, c, activation, out, implementation, config, False)[0]
+    return _eager(a, b, c, activation, out, implementation, config, False, signed)[0]
 
 
 def _eager(
     a: Tensor, b: Tensor, c: Tensor | None, activation: str, out: Tensor | None, implementation: str,
-    config: Config | None, keep: bool,
+    config: Config | None, keep: bool, signed: tuple[list[object], list[int]] | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """(D, Z): Z is the value before the activation when `keep` asks for it."""
+    """(D, Z): Z is the value before the activation when `keep` asks for it. signed: what `signature` made of them."""
     try:
         if out is not None:
-            a, b, c = apart(a, out), apart(b, out), None if c is None else apart(c, out)
-        address = a.data_ptr() | b.data_ptr()
-        # Everything below decides what is right or fast; equal keys may share a runner.
-        key: tuple[object, ...] = (
-            a.shape, a.stride(), b.shape, b.stride(), a.dtype, b.dtype, a.device, b.device,
+            a, b, c, signed = apart(a, out), apart(b, out), None if c is None else apart(c, out), None
+        # This decides what is right or fast; equal keys may share a runner.
+        key = (
+            *(signed or signature((a, b, c, out)))[0],  # type: ignore[index]
             activation, implementation, config, keep, a.dtype is torch.float32 and allows_tf32(),
         )  # fmt: skip
-        if c is not None:
-            address |= c.data_ptr()
-            key += (c.shape, c.stride(), c.dtype, c.device)
-        if out is not None:
-            address |= out.data_ptr()
-            key += (out.shape, out.stride(), out.dtype, out.device, None)
-        # Alignment of each counts only where one is unaligned, which is rare: then the key names them all.
-        if address & 15:
-            key += tuple(t.data_ptr() & 15 for t in (a, b, c, out) if t is not None)
         runners = context.current.runners
         prepared = runners.recent.get(key)
     except (RuntimeError, TypeError):  # no address (a sparse tensor), or no hash (a list or a dict): say which
@@ -188,15 +177,9 @@ def _prepare_chosen(problem: Problem, chosen: Config, device: torch.device, inte
         return prepare(problem, chosen, device)
 
 
-def _is_plain(a: Tensor, b: Tensor, c: Tensor | None) -> bool:
+def _is_plain(*given: Tensor | None) -> bool:
     """Real tensors and nobody watching: no subclass, no dispatch mode (fake tensors, tracing), no lazy negation."""
-    if type(a) not in PLAIN_TYPES or type(b) not in PLAIN_TYPES or a.is_neg() or b.is_neg():
-        return False
-    if c is not None and (type(c) not in PLAIN_TYPES or c.is_neg()):
-        return False
-    if a.is_meta or b.is_meta:
-        return False
-    return not torch._C._len_torch_dispatch_stack()
+    return not is_traced() and all(tensor is None or is_plain(tensor) for tensor in given)
 
 
 def _autocast(a: Tensor, b: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -222,15 +205,15 @@ def _transformed(
 
 class _Fused(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, a, b, c, activation, implementation, config):  # type: ignore[no-untyped-def]
+    def forward(ctx, a, b, c, activation, implementation, config, signed):  # type: ignore[no-untyped-def]
         keep = gradient.keeps_sum(activation)
-        d, z = _eager(a, b, c, activation, None, implementation, config, keep)
+        d, z = _eager(a, b, c, activation, None, implementation, config, keep, signed)
         _remember(ctx, a, b, c, d, z, activation, implementation)
         return d
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return (*_gradients(ctx, grad), None, None, None)
+        return (*_gradients(ctx, grad), None, None, None, None)
 
 
 # Without `apply`'s own questions about transforms, which were answered before: 4 µs.
