@@ -38,6 +38,9 @@ LONGEST = (
     *(f"tests/cpu/test_{part}.py" for part in ("matmul_gradient", "doctor", "model_kernels", "compiled_memory")),
     *("tests/pure/test_schedules.py", "tests/pure/test_plan_serve.py", "tests/resume/test_resume.py"),
 )
+# On a GPU, by file: how many processes share the tests of one that compiles for minutes, and files that measure time.
+GPU_SHARES = {"tests/gpu/test_attention.py": 5, "tests/gpu/test_parallel.py": 6, "tests/gpu/test_matmul.py": 3}
+TIMED = ("tests/gpu/test_gpu_timing.py", "tests/gpu/test_ladder.py")
 # A file stays in one process, which makes what its tests share once. Of rank tests a class or a file does, whose ranks
 # tests/mpi/started.py keeps; tests/mpi/conftest.py joins some.
 BY_FILE = ("--dist", "loadfile", "--no-loadscope-reorder")
@@ -169,7 +172,14 @@ def file_jobs(options: argparse.Namespace) -> list[tuple[list[Job], int]]:
     if "units" in options.parts:
         groups.append((jobs(units, NO_GPU), options.n))
     if "gpu" in options.parts and has_gpu():
-        groups.append((jobs(gpu, {}), 1))  # they share a GPU, and some measure its memory
+        names = [str(path.relative_to(ROOT)) for path in gpu]
+        shares = [(name, part, GPU_SHARES.get(name, 1)) for name in names for part in range(GPU_SHARES.get(name, 1))]
+        shared = [
+            Job(f"{name} {part + 1}/{count}", (*slow, name), {"TEST_SHARE": f"{part}/{count}"})
+            for name, part, count in sorted(shares, key=lambda share: -share[2])
+            if name not in TIMED
+        ]
+        groups += [(shared, options.n), (jobs([ROOT / name for name in TIMED], {}), 1)]
     if "ranks" in options.parts:
         groups.append((jobs(ranks, SHARING), max(1, options.n // CORES_PER_RANK_TEST)))
     if "setup" in options.parts:
