@@ -83,16 +83,16 @@ MOST_LINES = {
     "launch": 2_139,
     "runs": 2_176,
     "data": 2_672,
-    "kernels": 21_868,
+    "kernels": 22_009,
     "comm": 11_361,
     "graph": 8_847,
-    "model": 11_193,
+    "model": 11_227,
     "plan": 9_140,
     "parallel": 10_600,
     "methods": 1_975,
     "compress": 1_833,
     "train": 9_300,
-    "serve": 9_910,
+    "serve": 9_977,
     "align": 4_361,
     "report": 6_362,
     "bench": 9_280,
@@ -457,6 +457,7 @@ def test_kernels_keep_nothing_in_modules_but_their_context_and_values_of_functio
         "kernels.decode_layers.cpu:library",
         "kernels.lowbit.codes:_table",  # a format's numbers, on a device
         "kernels.launch.driver:compiled",  # a CUDA function of its source and constants
+        "kernels.matmul.choose:even",  # a tile of a product's sizes
     }
 
 
