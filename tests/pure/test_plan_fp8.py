@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
+from tilemesh.core.calibration import Rates
+from tilemesh.core.config import to_dict
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import DEVICES, parse_cluster
-from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.plan import Fp8Scales, ParallelPlan
 from tilemesh.model.config import preset
-from tilemesh.model.work.operations import Product, layer_work
+from tilemesh.model.work.operations import Operation, Product, layer_work
 from tilemesh.model.work.passes import CAST_BYTES, MemoryPass
 from tilemesh.model.work.task import Task
 from tilemesh.model.work.weights import is_wide_for_fp8, why_not
 from tilemesh.plan.choose import search
+from tilemesh.plan.grade import RunSummary, grade
 from tilemesh.plan.prediction import trainable
 from tilemesh.plan.space import Pins
 from tilemesh.plan.speed import speed_of
 from tilemesh.plan.step import predict
 from tilemesh.plan.why import why
+from tilemesh.train.predict import calibrated_peak
+from tilemesh.train.rows import _datasheet_peak
 
 LLAMA = preset("llama-3-8b")
 
@@ -48,6 +54,34 @@ def test_layers_are_narrow_and_the_head_attention_and_memory_are_not() -> None:
     assert narrow.peak_flops_per_s == 8 * DEVICES["h100"].peak("fp8")
     work = layer_work(LLAMA, Task(1, 8192, 8192, precision="fp8"))
     assert all(op.fp8 for op in (*work.forward, *work.backward) if isinstance(op, Product))
+
+
+@pytest.mark.parametrize("scales", ["tensor", "row"])
+def test_a_runs_limit_has_each_product_at_its_own_peak(scales: Fp8Scales, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = ParallelPlan(dp=8, zero=3, accumulation=4, precision="fp8", fp8_scales=scales)
+    cluster, device = parse_cluster("8xh100"), DEVICES["h100"]
+    predicted = predict(LLAMA, cluster, plan, 8192)
+    work = layer_work(LLAMA, Task(plan.batch, 8192, 8192, precision="fp8", fp8_scales=scales, code="eager"))
+    narrow = LLAMA.layers * sum(op.cost.flops for op in (*work.forward, *work.backward) if is_narrow(op))
+    assert narrow > 0.4 * predicted.model_flops
+    rest = predicted.model_flops - narrow
+    limit_s = (narrow / device.peak("fp8") + rest / device.peak("bf16")) / 8
+    summary = {"step_time_s": None, "model": to_dict(LLAMA), "context": 8192, "world": 8, "cluster": "8xh100"}
+    summary |= {"plan": plan.to_dict(), "device": device.name, "machine": "here"}
+    grade_of_step = grade(RunSummary("run", LLAMA, plan, 8192, "8xh100", summary), cluster).find("step time")
+    assert grade_of_step.limit == pytest.approx(limit_s)
+    assert _datasheet_peak(summary) == predicted.peak_flops_per_s == 8 * device.peak("fp8")
+    # The same of the rates that were measured, and none where those in 8 bits were not.
+    rates = Rates({"bf16": 6e14, "fp8": 1e15})
+    monkeypatch.setattr("tilemesh.core.calibration.find", lambda name: SimpleNamespace(gpu=rates))
+    peak, _ = calibrated_peak(summary)
+    assert peak == pytest.approx(8 * predicted.model_flops / (narrow / 1e15 + rest / 6e14))
+    rates = Rates({"bf16": 6e14})
+    assert calibrated_peak(summary) == (None, "no matmul in fp8 was calibrated on this machine")
+
+
+def is_narrow(op: Operation) -> bool:
+    return isinstance(op, Product) and op.fp8
 
 
 def test_it_is_planned_where_a_gpu_has_it_and_says_what_stays_in_16_bits() -> None:

@@ -21,6 +21,7 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step.memory import StepBytes
 from tilemesh.core.step.program import chunk_layers, settled
 from tilemesh.model.config import ModelConfig
+from tilemesh.model.work.operations import peak_of_step
 from tilemesh.model.work.task import Code, default_code
 from tilemesh.model.work.weights import count_parameters, shard_parameters
 from tilemesh.plan.memory import Room, rank_state_bytes
@@ -149,8 +150,8 @@ def grade(run: RunSummary, cluster: Cluster, rates: Rates | None = None) -> Grad
     before = isinstance(told, Mapping) and isinstance(told.get("step_time_s"), (int, float))
     step_s = float(told["step_time_s"]) if before and isinstance(told, Mapping) else now.step_time_s
     step, spread = _sample(run.data.get("step_time_s"))
-    peak = cluster.device.peak(run.plan.compute_dtype) * run.plan.world
-    limit_s = now.model_flops / peak
+    peak = peak_of_step(run.model, run.context, run.plan, cluster.device.peak_flops_per_s)
+    limit_s = now.model_flops / (peak * run.plan.world)
     rate = None if step is None else now.tokens / step
     grades = [
         Grade("parameters", "parameters", count_parameters(run.model).total, _number(run.data.get("parameters"))),

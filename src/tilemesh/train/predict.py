@@ -11,6 +11,7 @@ from tilemesh.core import calibration
 from tilemesh.core.busy import SECTION as BUSY
 from tilemesh.core.busy import Busyness
 from tilemesh.core.calibration import Rates
+from tilemesh.core.config import to_dict
 from tilemesh.core.conflicts import refusals
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import Cluster, device_for, parse_cluster
@@ -20,8 +21,9 @@ from tilemesh.measure.machine import stamp, this_machine
 from tilemesh.methods.rules import bound_of
 from tilemesh.methods.simulate import NAP_S, ServerTimes, simulate_server
 from tilemesh.model.adapter import adapter_parameters
+from tilemesh.model.config import ModelConfig
 from tilemesh.model.kernels import TORCH
-from tilemesh.model.work.operations import model_flops
+from tilemesh.model.work.operations import model_flops, peak_of_step
 from tilemesh.model.work.routing import imbalance
 from tilemesh.model.work.step_exchanges import step_exchanges
 from tilemesh.model.work.task import Code, Task
@@ -230,30 +232,43 @@ def _doubt() -> dict[str, str]:
     return {} if busy is None or not busy.is_busy else {"calibration_busy": busy.words}
 
 
-def compute_dtype(summary: Mapping[str, Any]) -> str:
-    """What products of a run are made in."""
-    return ParallelPlan(precision=summary["plan"]["precision"]).compute_dtype
+def products_of(summary: Mapping[str, Any]) -> ParallelPlan:
+    """What a run's plan says of its products."""
+    return ParallelPlan(**{key: summary["plan"][key] for key in ("precision", "fp8_scales") if key in summary["plan"]})
 
 
 def calibrated_peak(summary: Mapping[str, Any]) -> tuple[float | None, str]:
-    """FLOP/s that all ranks' devices together were measured to reach, or why that is not known."""
-    dtype = compute_dtype(summary)
+    """FLOP/s of all ranks' devices together at the rates that were measured of them (`peak_of_step`), or why that is
+    not known."""
+    plan, is_cpu = products_of(summary), summary["device"] == "cpu"
+    if is_cpu:  # which emulates products in 8 bits
+        plan = ParallelPlan(precision="bf16" if plan.precision == "fp8" else plan.precision)
     try:
         known = calibration.find(str(summary["machine"]))
     except RunError as error:
         return None, str(error)
     if known is None:
         return None, "this machine has no calibration: run `tilemesh calibrate` once"
-    rates = known.all_cores if summary["device"] == "cpu" else known.gpu
-    rate = None if rates is None else rates.matmul_flops_per_s.get(dtype)
-    if rate is None:
-        return None, f"no matmul in {dtype} was calibrated on this machine"
-    return rate * (1 if summary["device"] == "cpu" else summary["world"]), ""
+    rates = known.all_cores if is_cpu else known.gpu
+    peaks = {} if rates is None else rates.matmul_flops_per_s
+    for dtype in (plan.compute_dtype, plan.peak_dtype):
+        if dtype not in peaks:
+            return None, f"no matmul in {dtype} was calibrated on this machine"
+    peak = peak_of_step(ModelConfig(**summary["model"]), int(summary["context"]), plan, peaks)
+    return peak * (1 if is_cpu else summary["world"]), ""
 
 
 def _limit_s(config: TrainConfig, on_gpu: bool) -> float | None:
     """A step whose model FLOPs all ran at the calibrated peak: what the ranks weigh their compute against."""
-    device = "cuda" if on_gpu else "cpu"
-    known = {"plan": config.plan.to_dict(), "machine": this_machine().id, "device": device, "world": config.plan.world}
-    peak, _ = calibrated_peak(known)
+    peak, _ = run_peak(config, on_gpu)
     return None if peak is None else model_flops(config.model, config.batch, config.context) / peak
+
+
+def run_peak(config: TrainConfig, on_gpu: bool) -> tuple[float | None, str]:
+    """`calibrated_peak` of a run on this machine."""
+    return calibrated_peak(
+        {
+            "plan": config.plan.to_dict(), "machine": this_machine().id, "device": "cuda" if on_gpu else "cpu",
+            "world": config.plan.world, "model": to_dict(config.model), "context": config.context,
+        }
+    )  # fmt: skip

@@ -22,7 +22,7 @@ from tilemesh.plan.memory import rank_state_bytes, state_bytes
 from tilemesh.plan.prediction import mfu_words
 from tilemesh.plan.speed import sent_share
 from tilemesh.runs.kind import ALIGN
-from tilemesh.train.predict import calibrated_peak, compute_dtype
+from tilemesh.train.predict import calibrated_peak, products_of
 
 TAKING_TURNS = (
     "ranks outnumber cores: a rank's wait for another's turn on its core is measured as exchange and predicted as "
@@ -223,7 +223,7 @@ def _datasheet_peak(summary: Mapping[str, Any]) -> float | None:
     So the planner has them too. A CPU's peak is what was measured.
     """
     gpu = _known_gpu(summary)
-    peak = None if gpu is None else gpu.peak_flops_per_s.get(compute_dtype(summary))
+    peak = None if gpu is None else gpu.peak_flops_per_s.get(products_of(summary).peak_dtype)
     return None if peak is None else peak * int(summary["world"])
 
 

@@ -9,12 +9,11 @@ from typing import Any
 from tilemesh.bench.harness import NO_PEERS, OURS, Estimate, exactly, make_row
 from tilemesh.bench.train.compare import TrainComparison
 from tilemesh.core.cores import available_cores
-from tilemesh.measure.machine import this_machine
 from tilemesh.measure.row import CaseValue, Row
 from tilemesh.measure.sample import Sample
 from tilemesh.model.work.operations import model_flops
 from tilemesh.train.config import TrainConfig
-from tilemesh.train.predict import calibrated_peak
+from tilemesh.train.predict import run_peak
 
 
 def train_rows(
@@ -65,11 +64,8 @@ def _rate_row(
     missing: Mapping[str, str],
     labels: Mapping[str, CaseValue],
 ) -> Row:
-    plan, tokens, guess = config.plan, config.tokens_per_step, predicted.get("step_time_s")
-    device = "cuda" if on_gpu else "cpu"
-    peak, why = calibrated_peak(
-        {"plan": plan.to_dict(), "machine": this_machine().id, "device": device, "world": plan.world}
-    )
+    tokens, guess = config.tokens_per_step, predicted.get("step_time_s")
+    peak, why = run_peak(config, on_gpu)
     flops = model_flops(config.model, config.batch, config.context)
     return make_row(
         "train", {**_case(config), **labels}, measured, unit="tokens/s",

@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from tilemesh.core.cost import LONG_DTYPES, Cost
+from tilemesh.core.plan import StepSettings
 from tilemesh.core.sequence import BlockPair, block_pairs, joined_runs, runs_around, zigzag
 from tilemesh.kernels.attention import cost as attention
 from tilemesh.kernels.matmul.cost import product_cost
@@ -359,6 +360,22 @@ def keys_seen(model: ModelConfig, keys: int) -> list[int]:
 def model_flops(model: ModelConfig, sequences: int, context: int) -> int:
     """What a step had to do: forward and backward."""
     return 3 * forward_flops(model, sequences, context).total
+
+
+def peak_of_step(model: ModelConfig, context: int, plan: StepSettings, peaks: Mapping[str, float]) -> float:
+    """FLOP/s at which a step's model FLOPs take their least time, given the peaks by dtype. In fp8 the wide matrices of
+    the layers take 8 bits, with a scale per row or block not for their gradients; attention and the head take 16."""
+    peak = peaks[plan.compute_dtype]
+    if plan.precision != "fp8":
+        return peak
+    narrow = sum(
+        layers * 2 * context * weight.outputs * weight.inputs
+        for kind, layers in model.layers_by_kind
+        for weight in active_matrices(kind)
+        if weight.is_routed or is_wide_for_fp8(weight.outputs, weight.inputs, plan.fp8_scales)
+    )
+    share = (3 if plan.fp8_scales == "tensor" else 2) * narrow / model_flops(model, 1, context)
+    return 1 / (share / peaks["fp8"] + (1 - share) / peak)
 
 
 def published_flops(model: ModelConfig, context: int) -> float:
