@@ -253,3 +253,12 @@ def test_sums_add_up(name: str) -> None:
             assert meet(total(each, ("parameters P",)), found[-1]), f"{part.title}: {part.rows[place]}"
             sums += 1
     assert sums >= 6
+
+
+def test_what_a_layer_with_experts_keeps_is_what_memory_is_made_of() -> None:
+    pins = Pins.parse(["ep=8", "recompute=none"])
+    sections = plan_sections(search(preset("mixtral-8x7b"), "8xh200", batch=64, shown=1, pins=pins))
+    kept, memory = sections[1], sections[2]
+    (size,) = re.findall(r"\(([\d,]+) B\)", kept.rows[-1].value)
+    assert f"{size} B per layer and microbatch" in next(row.numbers for row in memory.rows if row.what == "activations")
+    assert "experts of the busiest rank with 1.073 times the mean rows" in kept.title

@@ -13,6 +13,7 @@ from tilemesh.core.units import format_bytes, format_count
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.kept import kept_by_operators, kept_bytes, kept_tensors, layer_input
 from tilemesh.model.work.operations import forward_flops, keys_seen, recomputed_flops
+from tilemesh.model.work.routing import imbalance
 from tilemesh.model.work.task import STATE_BYTES, Task
 from tilemesh.model.work.weights import active_matrices, count_parameters, why_not_tp
 from tilemesh.plan import memory
@@ -223,6 +224,8 @@ def activation_section(model: ModelConfig, task: Task, recompute: Recompute) -> 
     title = (
         f"Activations of one layer and microbatch of {task.sequences} on a rank: tp {task.tp}, sequence parallel "
         f"{'yes' if task.sequence_parallel else 'no'}, {task.attention} attention, recompute {recompute}"
+        + f", experts of the busiest rank with {imbalance(model, task):.3f} times the mean rows"
+        * (task.ep > 1)
     )
     return ExplainedPart(title, rows)
 

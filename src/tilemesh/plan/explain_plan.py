@@ -28,7 +28,7 @@ def plan_sections(result: SearchResult) -> list[ExplainedPart]:
     estimator = result.estimator()
     return [
         flops_section(result.model, best.plan.batch, result.context, best.plan.repeated),
-        activation_section(result.model, estimator.clock.task(best.plan), best.plan.repeated),
+        activation_section(result.model, estimator.room.task(best.plan), best.plan.repeated),
         memory_section(estimator, best),
         bubble_section(best),
         time_section(estimator, best),
