@@ -140,3 +140,19 @@ def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     on_local(monkeypatch, 2)
     with pytest.raises(UsageError, match="2xlocal-cpu is 2 devices and the mesh has 4 ranks"):
         rank_of_many(config("dp=4"), "2xlocal-cpu")
+
+
+@pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        ({"optimizer": {"name": "muon"}}, "what Muon takes to make matrices orthogonal is not modelled"),
+        ({"distill": {"teacher": "runs/teacher"}}, "what a teacher beside the student takes is not modelled"),
+        ({"method": {"compress": "top-k"}}, "what method.compress=top-k takes to make its messages is not modelled"),
+    ],
+)
+def test_what_is_measured_and_not_predicted_is_refused(
+    sets: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_local(monkeypatch, 4)
+    with pytest.raises(UsageError, match=words):
+        rank_of_many(config("dp=4").changed(**sets), "4xlocal-cpu")

@@ -37,7 +37,7 @@ from tilemesh.train.config import TrainConfig
 from tilemesh.train.lessons import Lessons
 from tilemesh.train.loop import WARM_UP_STEPS
 from tilemesh.train.memory import peak_bytes
-from tilemesh.train.predict import estimator
+from tilemesh.train.predict import estimator, not_modelled
 from tilemesh.train.rank import RankTask, choose_device, make_loop
 from tilemesh.train.rows import layout_case
 
@@ -80,8 +80,10 @@ class RankOfMany:
 
 def rank_of_many(config: TrainConfig, cluster: str) -> RankOfMany:
     """The first rank of the stage whose passes take longest, on a cluster such as 8x8xh200, or 4xlocal-cpu."""
-    if config.train.method != "synchronous" or config.lora.rank:
-        raise UsageError("--one-rank-of runs synchronous training of all weights: leave train.method and lora out")
+    if config.train.method != "synchronous":
+        raise UsageError("--one-rank-of runs synchronous training: leave train.method out")
+    if why := not_modelled(config):
+        raise UsageError(f"--one-rank-of predicts a step of all ranks, and {why} is not modelled: train without it")
     machines, rates = _cluster(cluster, config.train.device)
     plan = config.plan
     if machines.world != plan.world:

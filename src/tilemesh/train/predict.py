@@ -45,16 +45,7 @@ gradient."""
 
 def predict_run(config: TrainConfig, gpus: Sequence[str]) -> dict[str, Any]:
     """Step time, memory and exchange share as the planner sees them; or why it cannot."""
-    why = ""
-    if config.lora.rank:
-        why = "training adapters beside frozen weights"
-    elif config.method.compress != "none":
-        why = f"what method.compress={config.method.compress} takes to make its messages"
-    elif config.distill.teacher is not None:
-        why = "what a teacher beside the student takes"
-    elif config.optimizer.name == "muon":
-        why = "what Muon takes to make matrices orthogonal"
-    if why:
+    if why := not_modelled(config):
         return {"missing": f"the planner: {why} is not modelled", **stamp()}
     on_gpu = bool(gpus) and config.train.device != "cpu"
     try:
@@ -86,6 +77,17 @@ def predict_run(config: TrainConfig, gpus: Sequence[str]) -> dict[str, Any]:
     errors = MODEL_ERRORS[cluster.device.kind]
     ranges = {name: predicted_range(each, errors[name]) for name, each in values.items()}
     return {**figures, "ranges": {name: list(both) for name, both in ranges.items()}, "readings": len(known)}
+
+
+def not_modelled(config: TrainConfig) -> str:
+    """What a run computes that the planner knows nothing of; empty: nothing."""
+    if config.lora.rank:
+        return "training adapters beside frozen weights"
+    if config.method.compress != "none":
+        return f"what method.compress={config.method.compress} takes to make its messages"
+    if config.distill.teacher is not None:
+        return "what a teacher beside the student takes"
+    return "what Muon takes to make matrices orthogonal" if config.optimizer.name == "muon" else ""
 
 
 def _clusters(config: TrainConfig, gpus: Sequence[str], on_gpu: bool) -> list[tuple[Cluster, Rates | None]]:
