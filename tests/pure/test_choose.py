@@ -28,7 +28,7 @@ from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step.book import build as build_step
 from tilemesh.core.step.simulate import StepTimes, simulate
-from tilemesh.core.tensor_placement import SILENT, TensorPlacement, exchange_of
+from tilemesh.core.tensor_placement import SILENT, S, TensorPlacement, exchange_of
 from tilemesh.graph.build import argument
 from tilemesh.graph.evaluate import run_numpy
 from tilemesh.graph.ir import Graph, Node, make, ordered
@@ -267,7 +267,7 @@ def test_megatrons_layouts_are_found_without_pins() -> None:
 @needs_scipy
 def test_memory_decides_between_copies_of_weights_and_fsdp() -> None:
     """Many tokens: the batch is cut. Where weights fit, all ranks keep them; where not, each keeps some rows."""
-    space = space_of(transformer(2, 64, 128, 1024, 4096, 8), (("dp", 8),))
+    space = space_of(transformer(2, 128, 128, 1024, 4096, 8), (("dp", 8),))
     chosen = choose(space.problem)
     assert chosen.figures is not None
     assert inputs_of(space, chosen)["x"] == "dp:S(0)"
@@ -277,7 +277,7 @@ def test_memory_decides_between_copies_of_weights_and_fsdp() -> None:
     cuts = weights_of(space, tight)
     assert set().union(*cuts.values()) <= {"dp:S(0)", "dp:S(1)"}, "every weight is cut, and gathered where it is used"
     assert tight.figures is not None
-    assert tight.figures.memory_bytes < 0.6 * chosen.figures.memory_bytes
+    assert tight.figures.memory_bytes < 0.75 * chosen.figures.memory_bytes
     small = space_of(transformer(1, 64, 128, 64, 64, 4), (("dp", 8),))
     alike = inputs_of(small, choose(small.problem))
     assert {alike[name] for name in alike if name.startswith("layers.")} == {"R"}, "small weights: plain DDP"
@@ -528,3 +528,12 @@ def test_stages_of_placed_layers_on_two_kinds_of_gpu() -> None:
     assert cut.ranks == (2, 2)
     assert cut.layers[0] > cut.layers[1]
     assert stage_s(range(4), range(4)) == math.inf, "no stage has both"
+
+
+def test_a_turned_tensor_has_a_price_of_its_own() -> None:
+    """Its columns are rows of what it is a view of, and need no copy into their places."""
+    x = make("input", name="x", shape=(64, 64), dtype="float32")
+    turned = make("transpose", x, order=(1, 0))
+    cost, cut = MeshCost((("dp", 4),), parse_cluster("4xh100")), TensorPlacement((("dp", S(1)),))
+    dear, cheap = (cost.exchange(node, cut, TensorPlacement())[0] for node in (x, turned))
+    assert dear > cheap

@@ -58,7 +58,7 @@ class MeshCost:
         """Seconds, and the bytes that each rank sends; infinite where there is no way."""
         if before == after:
             return 0.0, 0.0
-        key = (node.shape, node.dtype, before, after)
+        key = (node.shape, node.dtype, node["order"] if node.op == "transpose" else (), before, after)
         if key not in self._exchanges:
             if any(mark == V for _, mark in before):
                 return math.inf, math.inf
