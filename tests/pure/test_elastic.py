@@ -58,6 +58,21 @@ def test_ranks_that_divide_nothing_stay_beside() -> None:
         fit_to_ranks(config, 5, 5)
 
 
+def test_a_layout_that_cuts_groups_of_a_stored_base_is_passed_over(
+    full: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = fit_to_ranks(full, 6, 6)
+
+    def check_stored(config: TrainConfig) -> None:
+        if config.plan == usual.plan:
+            raise UsageError("groups of 64 do not divide the inputs of a rank")
+
+    monkeypatch.setattr(elastic, "check_stored", check_stored)
+    other = fit_to_ranks(full, 6, 6)
+    assert other.ranks == 6
+    assert other.plan != usual.plan
+
+
 def test_gpus_are_planned_for_as_what_they_are(full: TrainConfig) -> None:
     big = load("llama-3-8b", mesh="dp=1,tp=8", sets=["train.batch=8"])
     other = fit_to_ranks(big, 7, 4, ["NVIDIA H200"] * 8)

@@ -184,6 +184,13 @@ def _check_cut(recipe: Recipe, config: TrainConfig) -> None:
         raise UsageError(f"{error} on each of {tp} ranks; set a smaller plan.tp") from None
 
 
+def check_stored(config: TrainConfig) -> None:
+    """Refuse a base or a teacher in groups that ranks of this plan would have to share."""
+    if config.lora.rank:
+        _check_stored(config.lora.base, config.plan)
+    _check_stored(config.distill.teacher, ParallelPlan(tp=config.plan.tp))
+
+
 def _check_stored(folder: Path | None, plan: ParallelPlan) -> None:
     """Refuse a folder of codes in groups that ranks would have to share."""
     if folder is None or plan.tp == 1:
@@ -237,8 +244,7 @@ def check_machine(config: TrainConfig, beside: int = 0) -> None:
         return
     if config.lora.rank:
         check_init(config.lora.base, config)
-        _check_stored(config.lora.base, config.plan)
-    _check_stored(config.distill.teacher, ParallelPlan(tp=config.plan.tp))
+    check_stored(config)
     _memory_fit(config).check()
     check_source(config.data)
     _check_length(config)

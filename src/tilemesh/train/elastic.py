@@ -26,7 +26,7 @@ from tilemesh.plan.choose import NothingFitsError, search
 from tilemesh.plan.space import Pins
 from tilemesh.runs.folder import newest_checkpoint
 from tilemesh.runs.names import LOCK, PREDICTED
-from tilemesh.train.check import check_values
+from tilemesh.train.check import check_stored, check_values
 from tilemesh.train.config import TrainConfig
 
 MIN_RANKS = Argument("min_ranks")
@@ -89,6 +89,7 @@ def _fastest(full: TrainConfig, ranks: int, gpus: Sequence[str]) -> tuple[float,
         config = dataclasses.replace(full, plan=prediction.settled_plan)
         try:
             check_values(config)
+            check_stored(config)
         except UsageError:
             continue
         return prediction.step_time_s, config
