@@ -78,7 +78,7 @@ STRICTER = {
 }
 # The most lines that a room may have: raised only in the commit that adds a named capability. `make size` prints them.
 MOST_LINES = {
-    "core": 8_824,
+    "core": 8_825,
     "measure": 3_028,
     "launch": 2_139,
     "runs": 2_176,

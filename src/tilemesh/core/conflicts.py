@@ -8,6 +8,7 @@ configuration are in `train/conflicts.py`. What cannot exist for a model at all 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -65,7 +66,7 @@ class Conflict(Generic[T]):
 
         def instead(config: Any) -> str:
             ways = _words(self.instead, getattr(config, section)).split(OR)
-            return OR.join(f"{section}.{way.replace(',', f',{section}.')}" for way in ways)
+            return OR.join(re.sub(r"(^|,)(?=\w+=)", rf"\1{section}.", way) for way in ways)
 
         return dataclasses.replace(
             self, settings=tuple(f"{section}.{path}" for path in self.settings), instead=instead,
@@ -204,13 +205,13 @@ PLAN_CONFLICTS: tuple[Conflict[ParallelPlan], ...] = (
         "recompute_every recompute",
         lambda plan: plan.recompute_every != 1 and plan.recompute != "full",
         "only full recomputation has stretches of layers",
-        "recompute=full",
+        "recompute=full or recompute_every=1",
     ),
     row(
         "recompute_stages recompute",
         lambda plan: bool(plan.recompute_stages) and plan.repeated == "none",
         "no stage computes anything again",
-        "recompute=full",
+        "recompute=full or recompute_stages=[]",
     ),
     row(
         "recompute_stages pp",
