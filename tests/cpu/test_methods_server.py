@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilemesh.comm import Communicator, run_threads
 from tilemesh.core.errors import RunError
-from tilemesh.methods.link import ASKED, STOPPED, ServerLink, even_cuts
+from tilemesh.methods.link import ASKED, STOPPED, PushFigures, ServerLink, even_cuts
 from tilemesh.methods.record import ServerEvent, largest_lead, replay, staleness
 from tilemesh.methods.rules import Push
 from tilemesh.methods.server import Divergence, ParameterServer, SgdShard, mean_update
@@ -86,6 +86,23 @@ def test_an_asynchronous_run_is_its_serial_replay(bound: float, servers: int, ba
     for events in records:
         assert largest_lead(events, range(WORKERS)) <= bound
         assert sum(staleness(events).values()) == WORKERS * 12
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_push_whose_loss_is_no_number_counts_and_its_worker_hears_of_it(loss: float) -> None:
+    def main(comm: Communicator) -> float | None:
+        if comm.rank:
+            ParameterServer(comm, [0], SgdShard(first_weights(), RATE)).run()
+            return None
+        link, weights = ServerLink(comm, [1], [slice(0, LENGTH)]), torch.empty(LENGTH, dtype=torch.float64)
+        link.push(torch.ones(LENGTH, dtype=torch.float64), link.pull(weights), PushFigures(loss=loss))
+        link.pull(weights)
+        link.end()
+        assert torch.equal(weights, first_weights() - RATE)
+        applied = link.applied()
+        return None if applied is None else applied.loss
+
+    assert str(run_threads(2, main)[0]) == str(loss)
 
 
 def test_divergence_is_how_far_weights_moved_between_read_and_application() -> None:

@@ -261,7 +261,8 @@ class ParameterServer:
 
     def _take(self, worker: int, mail: _Mail) -> None:
         """A message of a worker has come."""
-        kind, clock, first, second = map(int, mail.header[:4].tolist())
+        # A push has figures where others have whole numbers, and its loss need be no number.
+        kind, clock, first, second = map(int, mail.header[:4].nan_to_num().tolist())
         if mail.body is None and kind in (link.PUSH, link.TELL):
             mail.body = (
                 torch.empty(first, dtype=torch.uint8) if kind == link.TELL else torch.empty_like(self.shard.weights)
