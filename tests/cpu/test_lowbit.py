@@ -320,6 +320,17 @@ def test_rounding_while_training_passes_gradients_straight_through():
     torch.testing.assert_close(plain.weight.grad, x.sum(0).expand(4, -1))
 
 
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_an_expert_without_tokens_rounds_none(name):
+    """Activations that are rounded while training, and those of codes."""
+    plain, none, inputs = nn.Linear(32, 4), torch.empty(0, 32, requires_grad=True), parse_scheme(name)
+    few = kinds.few_bits(plain, parse_scheme("int4"), codes.quantize(plain.weight, parse_scheme("int4")), inputs)
+    for projection in (linear.as_kind(plain, kinds.Rounded(scheme=parse_scheme("int8"), inputs=inputs)), few):
+        y = projection(none)
+        assert y.shape == (0, 4)
+        y.sum().backward()
+
+
 def test_masks_keep_the_largest():
     score = torch.arange(24.0).view(3, 8)
     kept = kinds.magnitude_mask(score, 0.5)

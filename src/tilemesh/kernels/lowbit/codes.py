@@ -37,7 +37,7 @@ class Quantized(NamedTuple):
 
 def by_group(x: Tensor, groups: int) -> Tensor:
     """(N, K) as (N, G, K / G)."""
-    return x.reshape(x.shape[0], groups, -1)
+    return x.reshape(x.shape[0], groups, x.shape[1] // groups)
 
 
 def find_scales(
