@@ -23,7 +23,7 @@ import pytest
 import torch
 from align_start import write_start
 
-from tilemesh.align import placement
+from tilemesh.align import lessons, placement
 from tilemesh.align import rows as phases_of_a_run
 from tilemesh.align.config import AlignConfig, load
 from tilemesh.align.formulas.rollout import Segment, pack
@@ -46,7 +46,8 @@ from tilemesh.core.units import format_seconds
 from tilemesh.data.tokenizer import Bytes
 from tilemesh.model.families.book import read_config
 from tilemesh.model.transformer import Transformer
-from tilemesh.parallel.apply import lay
+from tilemesh.parallel.apply import lay, lay_beside
+from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.plan.local import local_cpu
 from tilemesh.report import run, run_page
@@ -94,6 +95,21 @@ def on_ranks(start: Path, folder: Path, *sets: str, mesh: str | None = None, **o
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:
     return [line for line in latest(folder) if line["kind"] == STEP]
+
+
+def test_a_reference_computes_with_the_kernels_of_what_is_trained(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slower program would be a fifth of its pass."""
+    seen: list[bool] = []
+
+    def note(model: Transformer, laid: Laid) -> Laid:
+        seen.append(model.kernels == laid.model.kernels)
+        return lay_beside(model, laid)
+
+    monkeypatch.setattr(lessons, "lay_beside", note)
+    on_ranks(start, tmp_path / "run", "train.steps=1", "evaluate.every=0", "align.held_out=0")
+    assert seen == [True]
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:

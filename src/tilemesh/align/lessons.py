@@ -131,7 +131,7 @@ class FeedbackLessons(Lessons):
         folder = self.align.reference or first_weights(self.folder)
         if folder is None:
             raise UsageError(f"{self.folder} does not say what it began with: name a folder with align.reference")
-        model = Transformer(read_config(folder), device="meta", dtype=laid.stream_dtype)
+        model = Transformer(read_config(folder), device="meta", dtype=laid.stream_dtype, kernels=laid.model.kernels)
         if model.config.vocabulary != laid.model.config.vocabulary:
             raise UsageError(f"{folder} has a vocabulary of {model.config.vocabulary}: expected that of the model")
         reference = lay_beside(model, laid)
