@@ -78,7 +78,7 @@ STRICTER = {
 }
 # The most lines that a room may have: raised only in the commit that adds a named capability. `make size` prints them.
 MOST_LINES = {
-    "core": 8_825,
+    "core": 8_827,
     "measure": 3_028,
     "launch": 2_143,
     "runs": 2_176,
@@ -86,8 +86,8 @@ MOST_LINES = {
     "kernels": 22_009,
     "comm": 11_361,
     "graph": 8_847,
-    "model": 11_244,
-    "plan": 9_144,
+    "model": 11_345,
+    "plan": 9_221,
     "parallel": 10_600,
     "methods": 1_976,
     "compress": 1_833,

@@ -24,6 +24,7 @@ from tilemesh.align.source import RolloutSource
 from tilemesh.align.turns import AnswerTurns
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.errors import UsageError
+from tilemesh.core.placement import STEP_TOKENS
 from tilemesh.core.plan import MASTERED
 from tilemesh.data.corpus import chat_template_of, tokenizer_of
 from tilemesh.model.families.book import read_config
@@ -48,9 +49,6 @@ from tilemesh.train.record import Recorder
 from tilemesh.train.resume import load_stored
 from tilemesh.train.servers import Seat
 from tilemesh.train.source import Objective, Source
-
-_STEP_TOKENS = 4096
-"""Of a step of the engine at most: nobody waits for a first token, so all prompts may come at once."""
 
 
 class FeedbackLessons(Lessons):
@@ -150,7 +148,7 @@ class FeedbackLessons(Lessons):
         many *= 2 + align.batches_ahead if align.streams else 1
         return EngineConfig(
             running=align.running, waiting=many, seed=self.config.train.seed, invariant=align.invariant,
-            context=self.config.context, step_tokens=_STEP_TOKENS, packed=False if self.run.is_small else None,
+            context=self.config.context, step_tokens=STEP_TOKENS, packed=False if self.run.is_small else None,
             prefix_room=0, share_answers=align.turns > 1,  # new weights forget all pages
         )  # fmt: skip
 

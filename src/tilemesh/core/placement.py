@@ -27,6 +27,8 @@ ROLLOUT, REWARDS, REFERENCES, VALUES, OLD, UPDATE, CRITIC_UPDATE, SYNC = PHASES 
 PASSES = {REWARDS: REWARD, REFERENCES: REFERENCE, VALUES: CRITIC, OLD: ACTOR}
 UPDATES = {UPDATE: ACTOR, CRITIC_UPDATE: CRITIC}
 """Phases, and the models that do them."""
+STEP_TOKENS = 4096
+"""Of a step of the engine at most: nobody waits for a first token, so all prompts may come at once."""
 KINDS = {"colocated": 0, "split": 0, "one-step-off": 1, "asynchronous": 2}
 """Of placements, and how many batches are drawn ahead."""
 _SIMULATED, _MEASURED = 16, 8

@@ -18,15 +18,16 @@ from tilemesh.core.hardware import DTYPE_BYTES, Cluster
 from tilemesh.core.placement import AlignWork, Placement, Pool, StepTime
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.work.decoding import key_value_bytes, weight_bytes
+from tilemesh.model.work.answers import answer_kept_bytes, answer_operations, text_attention
+from tilemesh.model.work.decoding import key_value_bytes, serving_task, step_bytes, weight_bytes
 from tilemesh.model.work.task import STATE_BYTES, Code
 from tilemesh.model.work.weights import count_parameters, layer_matrices
-from tilemesh.plan.constants import HEADROOM
-from tilemesh.plan.memory import reserved_bytes, state_bytes
-from tilemesh.plan.rollouts import page_tokens, rollout_s
+from tilemesh.plan.constants import ANSWER_ROW_S, HEADROOM
+from tilemesh.plan.memory import reserved_bytes, slack_share, state_bytes
+from tilemesh.plan.rollouts import most_step_tokens, page_tokens, rollout_s
 from tilemesh.plan.serving_clock import StepClock
 from tilemesh.plan.space import default_precision
-from tilemesh.plan.speed import group, neighbour_s
+from tilemesh.plan.speed import group, neighbour_s, speed_of
 from tilemesh.plan.step import Estimator
 
 
@@ -57,9 +58,10 @@ class PlacementPrediction:
 
     @property
     def total_bytes(self) -> tuple[int, ...]:
-        """Of each pool's ranks at most: where an engine sleeps, pages and activations take turns, and only the more of
-        them counts."""
-        turns = [min(it.get("pages", 0), it.get("activations", 0)) * self.sleeps for it in self.memory]
+        """Of each pool's ranks at most: where an engine sleeps, it and activations take turns, and only the more of
+        them counts. Elsewhere what its thread has freed stays there."""
+        turns = [min(it.get("pages", 0) + it.get("answers", 0), it.get("activations", 0)) * self.sleeps
+                 for it in self.memory]  # fmt: skip
         return tuple(sum(it.values()) - less for it, less in zip(self.memory, turns, strict=True))
 
     @property
@@ -101,13 +103,19 @@ class AlignEstimator:
         self.dtype = "bf16" if cluster.device.kind == "gpu" else default_precision(cluster.device)
         self.size = DTYPE_BYTES[self.dtype]
         self.sleeps = cluster.device.kind == "gpu"
+        # With one copy of a prompt, without its last token, which comes before each answer.
+        packed = (work.prompt - 1) / work.answers + work.mean_tokens
+        self._tokens = packed if work.packed else work.prompt + work.mean_tokens
+        """Of a sequence, as many as pass through a model for it."""
+        self._filled = self._tokens / math.ceil(self._tokens)
+        """Of the tokens that layouts are predicted for."""
+        self._answer_sizes = work.answers, work.prompt, work.mean_tokens
         self.train = functools.cache(self._estimator)
         self._predicted = functools.cache(lambda ranks, plan: self.train(ranks).predict(plan))
         self._drawn = functools.cache(self._drawn_s)
 
     def _estimator(self, ranks: int) -> Estimator:
-        copies = self.work.answers if self.work.packed else 1
-        length, rest = -(-self.work.prompt // copies) + self.work.mean_tokens, (self.rates, self.code)
+        length, rest = math.ceil(self._tokens), (self.rates, self.code)
         more: dict[str, Any] = {"headroom": self.headroom, "beside": self.cluster.world - ranks}
         return Estimator(self.model, self.cluster.part(ranks), length, *rest, **more)
 
@@ -143,7 +151,7 @@ class AlignEstimator:
 
     def _drawn_s(self, tp: int, sequences: int, running: int, streams: bool) -> tuple[float, float]:
         clock = StepClock(self.model, self.cluster, self.dtype, tp, self.rates, whole=True)
-        case = (self.work, sequences, running, streams, max(512, self.work.running))
+        case = (self.work, sequences, running, streams, max(placed.STEP_TOKENS, running))
         return rollout_s(clock, *case), rollout_s(clock.limit, *case)
 
     def _update(self, pool: Pool) -> tuple[float, float]:
@@ -151,9 +159,11 @@ class AlignEstimator:
         assert pool.plan is not None
         prediction = self._predicted(pool.ranks, pool.plan)
         step_s, limit_s = prediction.step_time_s, prediction.model_flops / prediction.peak_flops_per_s
+        fixed_s = prediction.times.optimizer_s + prediction.times.dp_s
+        step_s = fixed_s + self._filled * (step_s - fixed_s) + pool.plan.accumulation * sum(self._answers_s(pool))
         if self.work.lora:
-            weight_s = sum(self.train(pool.ranks).chunk_times(pool.plan).weight_s) / pool.plan.pp
-            step_s -= pool.plan.accumulation * weight_s + prediction.times.optimizer_s + prediction.times.dp_s
+            weight_s = self._filled * sum(self.train(pool.ranks).chunk_times(pool.plan).weight_s) / pool.plan.pp
+            step_s -= pool.plan.accumulation * weight_s + fixed_s
             limit_s *= 2 / 3
         return self.work.updates * step_s, self.work.updates * limit_s
 
@@ -162,9 +172,24 @@ class AlignEstimator:
         plan = pool.plan
         assert plan is not None
         prediction, times = self._predicted(pool.ranks, plan), self.work.minibatches
-        forward_s = sum(self.train(pool.ranks).chunk_times(plan).forward_s) / plan.pp
+        forward_s = self._filled * sum(self.train(pool.ranks).chunk_times(plan).forward_s) / plan.pp
+        forward_s += self._answers_s(pool)[0]
         limit_s = prediction.model_flops / prediction.peak_flops_per_s / 3
         return times * (plan.accumulation + plan.pp - 1) * forward_s, times * limit_s
+
+    def _answers_s(self, pool: Pool) -> tuple[float, float]:
+        """What a microbatch takes forward and backward beside one of text; counted on a CPU."""
+        assert pool.plan is not None
+        if self.sleeps or not self.work.packed:
+            return 0.0, 0.0
+        task = self.train(pool.ranks).room.task(pool.plan)
+        speed = speed_of(self.cluster.device, task.dtype, self.rates, task.code)
+        ours = answer_operations(self.model, task, *self._answer_sizes)
+        forward_s, backward_s = (
+            speed.seconds(own) - speed.seconds(text)
+            for own, text in zip(ours, text_attention(self.model, task), strict=True)
+        )
+        return forward_s + ANSWER_ROW_S * task.sequences, backward_s
 
     def _sync(self, placement: Placement) -> tuple[float, float]:
         """Weights to the engine: seconds, and bytes that one of its ranks receives."""
@@ -188,6 +213,9 @@ class AlignEstimator:
             if placed.ENGINE in pool.models:
                 whole = weight_bytes(self.model, self.size, pool.rollout_tp)
                 parts["engine weights"] = whole * self.work.repacks + (0 if self.is_shared(pool) else whole)
+                parts["answers"] = self._step_bytes(pool)
+                slack = slack_share(self.cluster.device, self.cluster.world)
+                parts["reserved"] += int(slack * parts["answers"])
                 room = self.train(self.cluster.world).usable_bytes - sum(parts.values())
                 room += parts.get("activations", 0) * self.sleeps
                 running, parts["pages"] = self._pages(pool, room)
@@ -213,7 +241,12 @@ class AlignEstimator:
         passes = memory.activations_bytes + memory.logits_bytes + memory.working_bytes - memory.later_bytes
         if not {placed.ACTOR, placed.CRITIC} & {*pool.models}:  # nothing is kept for a backward pass
             passes = self.train(pool.ranks).room.pass_bytes(pool.plan)
-        return parts | {"activations": passes, "reserved": memory.reserved_bytes}
+        reserved = memory.reserved_bytes
+        if self.work.packed and not self.sleeps:
+            kept = answer_kept_bytes(self.model, self.train(pool.ranks).room.task(pool.plan), *self._answer_sizes)
+            before, passes = passes, round(self._filled * passes) + kept
+            reserved += int(slack_share(self.cluster.device, self.cluster.world) * (passes - before))
+        return parts | {"activations": passes, "reserved": reserved}
 
     def fits(self, training_bytes: int, pool: Pool) -> bool:
         """Whether beside a layout that takes so much there is room for the pool's other models, in closed form."""
@@ -248,6 +281,13 @@ class AlignEstimator:
             return False
         is_alike = STATE_BYTES[plan.precision][0] == self.size
         return is_alike and plan.tp == pool.rollout_tp and plan.pp == 1 and plan.zero < 3
+
+    def _step_bytes(self, pool: Pool) -> int:
+        """What a step of the engine has at most beside weights and pages."""
+        sequences, tp = self._sequences(pool), pool.rollout_tp
+        running = min(sequences, self.work.running)
+        tokens = most_step_tokens(self.work, sequences, running, max(placed.STEP_TOKENS, running))
+        return step_bytes(self.model, serving_task(tokens, self.dtype, tp, "eager", self.sleeps), running)
 
     def _pages(self, pool: Pool, room: int) -> tuple[int, int]:
         """As many answers at a time as there are, are allowed, or fit; and the bytes of their pages."""

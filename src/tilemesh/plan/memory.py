@@ -129,6 +129,11 @@ def reserved_bytes(device: Device, ranks: int, compiler: bool, stages: int = 1) 
     return known[device.heap or "cpu"] + others + known["compiler"] * compiler
 
 
+def slack_share(device: Device, ranks: int) -> float:
+    """Of what a pass has, what the allocator of a CPU holds more beside other ranks."""
+    return constants.BESIDE[device.heap][2] if device.kind == "cpu" and ranks > 1 else 0.0
+
+
 def kv_cache_bytes(model: ModelConfig, context: int, element_bytes: int = 2) -> int:
     """Keys and values of one whole sequence, all layers: what serving keeps of it."""
     return 2 * model.layers * model.kv_width * context * element_bytes
@@ -221,7 +226,7 @@ class Room:
         self._chunked_loss = chunked_loss and not model.logit_cap
         self.context = context
         self._world = cluster.world + beside
-        self._slack = constants.BESIDE[self._device.heap][2] if self._is_one_memory and self._world > 1 else 0.0
+        self._slack = slack_share(self._device, self._world)
         self._ranks: dict[tuple[object, ...], list[_RankNeeds]] = {}
         self._peaks: dict[tuple[object, ...], list[int]] = {}
         self._looked: dict[tuple[ChunkPlacement, tuple[int, ...], bool], tuple[tuple[int, ...], ...]] = {}

@@ -20,6 +20,7 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.exchanges import Exchange, embedding_exchanges, layer_exchanges
 from tilemesh.model.work.operations import Operation, Product, RaggedAttention, layer_products
 from tilemesh.model.work.passes import MemoryPass, layer_passes
+from tilemesh.model.work.routing import hidden_elements
 from tilemesh.model.work.task import Code, Task
 from tilemesh.model.work.weights import (
     active_matrices,
@@ -119,6 +120,22 @@ def pass_exchanges(model: ModelConfig, task: Task, logits: int) -> tuple[Exchang
 def key_value_bytes(model: ModelConfig, itemsize: int, tp: int = 1) -> int:
     """Of the keys and values of one token in all layers, on one of tp ranks."""
     return 2 * model.layers * max(1, model.kv_heads // tp) * model.head_width * itemsize
+
+
+_STREAMS = 6
+"""Tensors of the residual stream's width that are alive while an MLP has what its last product takes: COUNTED in a pass
+of our engine."""
+_DRAWN_BYTES = 12
+"""Of a logit that a token is drawn by: its share, and the sum of those before it in float64."""
+
+
+def step_bytes(model: ModelConfig, task: Task, logits: int) -> int:
+    """What a pass of an engine on one rank has at most beside weights and pages: where a layer's MLP is fullest, or
+    where so many tokens are drawn."""
+    hidden = max((kind.mlp_inputs + 1) * hidden_elements(kind, task) // task.tp for kind in model.kinds)
+    turned = task.tokens * model.rotary_width if model.positions == "rotary" else 0
+    drawn = logits * (output_weight(model).shape(task.tp)[0] * task.size + model.vocabulary * _DRAWN_BYTES)
+    return max((hidden + task.tokens * _STREAMS * model.width + turned) * task.size, drawn)
 
 
 def weight_bytes(model: ModelConfig, itemsize: int, tp: int = 1, ep: int = 1) -> int:
