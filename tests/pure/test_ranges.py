@@ -133,6 +133,7 @@ def test_a_run_of_local_updates_is_predicted_by_its_averages(monkeypatch: pytest
         "method.compress=top-k takes to make its messages is not modelled" in told("method.compress=top-k")["missing"]
     )
     assert "Muon takes to make matrices orthogonal is not modelled" in told("optimizer.name=muon")["missing"]
+    assert "a recipe takes to round or mask weights in every pass" in told("compress.recipe=int8")["missing"]
     taught = load_config("tiny").changed(distill={"teacher": Path("teacher")})
     assert "a teacher beside the student takes is not modelled" in predict_run(taught, ())["missing"]
 

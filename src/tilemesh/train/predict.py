@@ -87,6 +87,8 @@ def not_modelled(config: TrainConfig) -> str:
         return f"what method.compress={config.method.compress} takes to make its messages"
     if config.distill.teacher is not None:
         return "what a teacher beside the student takes"
+    if config.compress.recipe:
+        return "what a recipe takes to round or mask weights in every pass"
     return "what Muon takes to make matrices orthogonal" if config.optimizer.name == "muon" else ""
 
 
