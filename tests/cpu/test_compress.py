@@ -25,9 +25,11 @@ from tilemesh.core.errors import UsageError
 from tilemesh.kernels.lowbit import codes
 from tilemesh.kernels.lowbit.formats import Scheme, parse_scheme
 from tilemesh.model import huggingface, lowbit_files
+from tilemesh.model.adapter import LoraConfig
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.dropout import DropoutPlace
 from tilemesh.model.kinds import FewBits, few_bits, model_bytes, projections, put
+from tilemesh.model.lora import attach
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.gate.cases import MODELS
 
@@ -492,11 +494,14 @@ def test_calibration_text_that_is_none_is_refused(text, words, model):
         quantize(model, "int4-g32-gptq", text)
 
 
-def test_a_compressed_model_is_not_compressed_again(model, tokens):
-    small = quantize(model, "int8")
-    for again in (lambda: quantize(small, "int8"), lambda: prune(small, "mlp-25"), lambda: factorize(small, "rank-50")):
-        with pytest.raises(UsageError, match="compressed already"):
-            again()
+def test_a_compressed_model_is_not_compressed_again_and_one_with_adapters_not_without_them(model, tokens):
+    adapted = copy.deepcopy(model)
+    attach(adapted, LoraConfig(rank=2), seed=0)
+    for given, words in ((quantize(model, "int8"), "compressed already"), (adapted, "a model with adapters")):
+        for again in (quantize, prune, factorize):
+            recipe = {quantize: "int8", prune: "mlp-25", factorize: "rank-50"}[again]
+            with pytest.raises(UsageError, match=words):
+                again(given, recipe)
 
 
 def test_matrices_of_latents_are_not_calibrated_by_what_enters_others():

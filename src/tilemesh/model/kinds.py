@@ -516,7 +516,13 @@ def compressed(model: nn.Module) -> list[str]:
 
 
 def require_plain(model: nn.Module, what: str) -> None:
-    """Refuse a model that was compressed before."""
+    """Refuse a model that was compressed before, or that has adapters, which would be lost."""
+    adapted = [name for name, layer in projections(model) if isinstance(layer.kind, Adapted)]
+    if adapted:
+        raise UsageError(
+            f"{what} of a model with adapters ({adapted[0]} and {len(adapted) - 1} more): merge them into its weights "
+            "first, as `tilemesh export` does"
+        )
     done = compressed(model)
     if done:
         raise UsageError(
