@@ -193,6 +193,28 @@ def test_operands_that_lie_otherwise_get_a_kernel_of_their_own(way: str) -> None
     assert len(run.regions[0].others) == 2
 
 
+FAR = 1 << 30
+"""Numbers between two rows: the third is more than 32 bits away."""
+
+
+@pytest.mark.parametrize(
+    ("size", "reduces", "strides"),
+    [((3,), False, (FAR,)), ((3, 8), True, (FAR, 1)), ((8, 3), True, (1, FAR)), ((3, 20_000), True, (FAR, 1))],
+    ids=["line", "rows", "columns", "long rows"],
+)
+def test_a_slice_of_a_tensor_beyond_32_bits_is_read_where_it_lies(
+    size: tuple[int, ...], reduces: bool, strides: tuple[int, ...]
+) -> None:
+    x = build.argument("x", size, "bool")
+    number = build.negate(build.add(build.cast(x, "float32"), 1.0))
+    graph = fused(Graph((x,), (build.total(number, [1]) if reduces else number,)), server("interpret"))
+    memory = torch.empty(2 * FAR + 20_000, dtype=torch.bool)  # of which a few pages are touched
+    values = memory.as_strided(size, strides)
+    values.copy_(torch.arange(values.numel()).reshape(size) % 3 == 1)
+    (ours,) = program(graph, inputs=[values], way="interpret")(values)
+    torch.testing.assert_close(ours, run_torch(graph, values)[0])
+
+
 def test_the_largest_of_a_row_and_its_powers_are_found_in_one_run() -> None:
     """Also where a row has infinities or is NaN: as torch computes it."""
     x = build.argument("x", [6, 20_000], "float32")

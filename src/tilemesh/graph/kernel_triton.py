@@ -17,7 +17,7 @@ import torch
 
 from tilemesh.core.files import cache_folder, replacing
 from tilemesh.graph.ir import Node
-from tilemesh.graph.kernel_plan import KernelPlan, chosen_column, needed, operand, sums_of_powers
+from tilemesh.graph.kernel_plan import KernelPlan, OperandRead, chosen_column, needed, operand, sums_of_powers
 from tilemesh.graph.kernel_writer import KernelWriter
 from tilemesh.graph.ops import DTYPES, FLOATS, REDUCTIONS
 from tilemesh.graph.regions import COLUMN, FULL, ROW
@@ -79,6 +79,8 @@ class TritonWriter(KernelWriter):
         super().__init__(plan, sums_of_powers(plan) if self.long else None)
         self.indent = 1
         self.most = multiprocessors
+        reach = max([self.rows * self.columns, *map(self._reach, plan.reads.values())])
+        self.wide = ".to(tl.int64)" if reach + LINE >= INT32_LIMIT else ""  # of numbers that offsets are made of
 
     def write(self) -> WrittenKernel:
         if not self.plan.reduces:
@@ -124,8 +126,13 @@ class TritonWriter(KernelWriter):
         ]
         return "@triton.jit\n" + "\n    ".join(lines) + "\n"
 
+    def _reach(self, read: OperandRead) -> int:
+        """How far an operand's elements lie apart at most."""
+        sizes = (*self.plan.rows, *self.plan.columns)
+        return sum((size - 1) * step for size, step in zip(sizes, (*read.rows, *read.columns), strict=True))
+
     def _program(self) -> str:
-        return "tl.program_id(0).to(tl.int64)" if self.rows * self.columns >= INT32_LIMIT else "tl.program_id(0)"
+        return f"tl.program_id(0){self.wide}"
 
     def _line(self) -> None:
         self.say(f"at = {self._program()} * LINE + tl.arange(0, LINE)")
@@ -140,7 +147,7 @@ class TritonWriter(KernelWriter):
 
     def _block(self, turns: int) -> None:
         """Rows in registers; `turns`: how many groups of rows a program takes."""
-        self.say("column = tl.arange(0, COLUMNS)[None, :]")
+        self.say(f"column = tl.arange(0, COLUMNS){self.wide}[None, :]")
         for place, node in enumerate(self.sums):
             self.say(f"sum{place} = tl.zeros((ROWS, COLUMNS), tl.{_computed(node.dtype)})")
         if self.sums:
@@ -210,7 +217,7 @@ class TritonWriter(KernelWriter):
                 self.say(f"{held[node]}_bad = tl.zeros((COLUMNS,), tl.int32)")
         self.say(f"for start in tl.range(0, {self.columns}, COLUMNS, num_stages=1):")
         self.indent += 1
-        self.say("column = start + tl.arange(0, COLUMNS)")
+        self.say(f"column = start + tl.arange(0, COLUMNS){self.wide}")
         self.say(f"inside = column < {self.columns}")
         return held
 
