@@ -247,6 +247,20 @@ def test_weights_are_widened_as_they_are_read() -> None:
     torch.testing.assert_close(program(graph, way="interpret")(*values)[0], expected.bfloat16())
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_the_number_of_a_class_is_no_column_where_logits_are_one_for_each_row(way: str) -> None:
+    """Logits as sums over as many features as there are classes: of the kernel's rows each has one."""
+    x, target = build.argument("x", [6, 5, 5], "float64"), build.argument("target", [6], "int64")
+    logits = build.total(build.multiply(x, x), [2])
+    hit = build.compare("equal", build.iota([6, 5], 1), build.reshape(target, [6, 1]))
+    graph = Graph((x, target), (build.where(hit, logits, 0.0), build.log_softmax(logits)))
+    values = [torch.randn(6, 5, 5, dtype=torch.float64), torch.arange(6) % 5]
+    for mine, theirs in zip(
+        program(fused(graph, server(way)), way=way)(*values), run_torch(graph, *values), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
 def test_a_region_never_waits_for_itself() -> None:
     """a, then a product of a, then a sum of both: the sum cannot be in a's region without a cycle."""
     x = build.argument("x", [4, 4], "float64")

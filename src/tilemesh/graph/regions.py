@@ -372,5 +372,6 @@ class _Building:
 
 
 def _counts(value: Node, group: _Region) -> bool:
-    """Whether a value is the number of each column: a kernel has it without reading it."""
-    return value.op == "iota" and value["dim"] == len(value.shape) - 1 and value.shape[-1] == group.columns
+    """Whether a value is the number of each column, at every element: a kernel has it without reading it."""
+    last = value.op == "iota" and value["dim"] == len(value.shape) - 1
+    return last and value.shape[-1] == group.columns and elements(value.shape) == group.space
