@@ -101,6 +101,22 @@ def test_what_is_no_pattern_stays_a_generated_kernel() -> None:
     assert _uses(as_kernels(graph, "interpret")) == []
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w, b: functional.relu((x @ w).view(6, 2, 4) + b),
+        lambda x, w, b: functional.relu((x @ w).unsqueeze(0).expand(3, -1, -1)),
+    ],
+    ids=["a vector of each head", "repeated"],
+)
+def test_an_activation_of_another_shape_than_the_product_is_no_part_of_it(function: Callable[..., Any]) -> None:
+    """The kernel adds one vector to each row of the product, and has no element twice."""
+    given = [torch.randn(6, 5), torch.randn(5, 8), torch.randn(4)]
+    graph = as_kernels(simplify(tm.graph.trace(function, given).graph)[0], "interpret")
+    assert _uses(graph) == []
+    torch.testing.assert_close(program(graph, way="interpret")(*given)[0], function(*given))
+
+
 @pytest.mark.parametrize("text", ["exp(x)", "exp(x) = x", "x = softmax(x)"])
 def test_a_template_that_is_none(text: str) -> None:
     with pytest.raises(UsageError, match="template wrong"):

@@ -158,6 +158,8 @@ def _product(
     leaves = list(product.inputs)
     if len(product.shape) != 2 or {value.dtype for value in (product, total, root)} != {product.dtype}:
         return {}
+    if elements(root.shape) != elements(product.shape):  # it was repeated on the way
+        return {}
     if total is not product:
         added = _added(total, product)
         if added is None:
@@ -191,7 +193,7 @@ def _added(total: Node, product: Node) -> Node | None:
     (other,) = others
     if other.op == "broadcast":
         vector = other.inputs[0]
-        return vector if other["dims"] == (len(other.shape) - 1,) and len(vector.shape) == 1 else None
+        return vector if other["dims"] == (len(other.shape) - 1,) and vector.shape == product.shape[-1:] else None
     return other if other.shape == product.shape else None
 
 
