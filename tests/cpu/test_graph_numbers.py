@@ -115,6 +115,24 @@ def test_an_index_that_is_no_row_is_refused(bad: int) -> None:
         run(torch.randn(5, 2), torch.tensor([1, bad]))
 
 
+def test_the_largest_of_a_row_has_a_gradient_where_scores_are_computed_again() -> None:
+    """It is shared by the elements that equal it: products that a backward kernel does not round equal no rounded one,
+    and the gradient was 0 / 0."""
+    torch.manual_seed(0)
+    x = torch.randn(16, 48, dtype=torch.bfloat16, requires_grad=True)
+    w = torch.randn(48, dtype=torch.bfloat16, requires_grad=True)
+
+    def chances(x: Tensor, w: Tensor) -> Tensor:
+        scores = x * w
+        return (scores - scores.amax(-1, keepdim=True)).exp().sum(-1)
+
+    run = torch.compile(chances, backend=Backend(rematerialise=True))
+    wide = [each.detach().double().requires_grad_() for each in (x, w)]
+    true = torch.autograd.grad(chances(*wide).sum(), wide)
+    for ours, exact in zip(torch.autograd.grad(run(x, w).sum(), (x, w)), true, strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=0.05, atol=0.05)
+
+
 class _Convolved(nn.Module):
     def __init__(self) -> None:
         super().__init__()

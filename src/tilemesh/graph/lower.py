@@ -140,7 +140,7 @@ class _Lowering:
                 raise NotServedError(f"an fx node of kind {node.op}")
         flat = [self.values[value] if isinstance(value, fx.Node) else value for value in outputs]
         nodes = tuple(value for value in flat if isinstance(value, Node))
-        roots = [_root(value) for value in outputs if isinstance(value, fx.Node) and value in self.values]
+        roots = [maker(value) for value in outputs if isinstance(value, fx.Node) and value in self.values]
         made = tuple(root.name if root.op == "call_function" else None for root in roots)
         laid = [traced_strides(self._traced(value)) for value in outputs if isinstance(value, fx.Node)]
         strides = tuple(steps if maker else None for maker, steps in zip(made, laid, strict=True))
@@ -273,7 +273,7 @@ def _flops(node: fx.Node, value: Any) -> int:
         return 0
 
 
-def _root(node: fx.Node) -> fx.Node:
+def maker(node: fx.Node) -> fx.Node:
     """The fx node whose memory this one is a view of."""
     while node.op == "call_function" and node.args:
         first = node.args[0]

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from tilemesh.core.errors import UsageError
 from tilemesh.core.units import format_bytes
 from tilemesh.graph.ir import Graph
+from tilemesh.graph.lower import maker
 from tilemesh.graph.memory import lifetimes, live_bytes
 
 SHARES = (1.0, 0.8, 0.6, 0.4, 0.3, 0.2, 0.1, 0.05, 1e-6)
@@ -54,6 +55,10 @@ def least_cut(joint: fx.GraphModule, inputs: Any, **settings: Any) -> Programs:
     for node in joint.graph.nodes:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # drawn again it would be other numbers
+        if node.target is torch.ops.aten.eq.Tensor:
+            for value in map(maker, node.all_input_nodes):
+                # Computed again it may be rounded otherwise, and the largest of a row be equal to none of its elements.
+                value.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         if node.target is torch.ops.aten.nll_loss_forward.default and isinstance(node.args[0], fx.Node):
             chances = node.args[0]
             if chances.target in (torch.ops.aten.sub.Tensor, torch.ops.aten._to_copy.default):
