@@ -90,6 +90,12 @@ def test_sizes_up_to_the_end_of_a_table() -> None:
     assert len(backend.report.pieces) == 2, str(backend.report)
 
 
+@needs_compiler
+def test_the_last_hundred_of_fewer_are_all() -> None:
+    """At made-up sizes beyond 100 they would be a slice, which a call of 98 has not."""
+    _checked(lambda: lambda x: x[-100:].exp(), [(rows, 6) for rows in (98, 50, 99, 130)])
+
+
 def test_what_is_no_formula_gets_a_program_per_size() -> None:
     """Half of a size is none that is served; the results are right all the same."""
     backend = _checked(lambda: _pairs, [(2 * rows, 3) for rows in (2, 5, 7)])

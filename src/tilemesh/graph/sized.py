@@ -41,11 +41,13 @@ class SymbolReader:
     def __init__(self, module: fx.GraphModule) -> None:
         self.values = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
         self.places: dict[Any, tuple[int, int | None]] = {}
+        self.guards: list[Any] = []  # what torch took to be so of the sizes as it traced
         for place, value in enumerate(self.values):
             numbers = [(None, value)] if not isinstance(value, torch.Tensor) else list(enumerate(value.shape))
             for dim, number in numbers:
                 if isinstance(number, torch.SymInt) and number.node.expr.is_symbol:
                     self.places.setdefault(number.node.expr, (place, dim))
+                    self.guards = [guard.expr for guard in number.node.shape_env.guards]
         used = {symbol for value in self.values for number in _numbers(value) for symbol in _symbols(number)}
         if not self.places or used - self.places.keys():
             raise NotServedError("sizes that no input shows")
@@ -65,8 +67,14 @@ class SymbolReader:
         top = max(*first, 7)
         for candidates in (itertools.count(top + 1), range(min(top, 1 << 20), 10, -1)):
             primes = list(itertools.islice((n for n in candidates if n not in known and _is_prime(n)), count))
-            if len(primes) == count:
-                yield [tuple(primes[place::INSTANCES]) for place in range(INSTANCES)]
+            made_up = [tuple(primes[place::INSTANCES]) for place in range(INSTANCES)]
+            if len(primes) == count and all(map(self._keeps_guards, made_up)):
+                yield made_up
+
+    def _keeps_guards(self, sizes: Sizes) -> bool:
+        """Whether the traced piece is one for these sizes: a slice may be cut off at others."""
+        at = dict(zip(self.places, sizes, strict=True))
+        return all(bool(guard.subs(at)) for guard in self.guards if guard.free_symbols <= at.keys())
 
     def inputs_at(self, sizes: Sizes) -> list[Any]:
         """Inputs of these sizes, tensors without data."""
