@@ -407,6 +407,19 @@ def test_an_input_that_is_also_out_is_refused_by_direct_for_what_it_is() -> None
         assert "an average of float16 is computed in float32" in words[3]
 
 
+def test_after_memory_that_does_not_fit_the_communicator_goes_on() -> None:
+    def main(comm: Communicator) -> list[float]:
+        x, ready = np.ones(10), comm.ready_calls
+        handle = comm.all_reduce(x, algorithm="flat", wait=False)
+        with pytest.raises(RunError, match=r"empty\(\): .* do not fit"):
+            comm.empty(1 << 40)
+        sums = [handle.wait()[0], *(comm.all_reduce(x, algorithm="flat")[0] for _ in range(3))]
+        assert comm.ready_calls != ready
+        return [*sums, comm.empty(10).size]
+
+    assert run_threads(2, main) == [[2, 2, 2, 2, 10]] * 2
+
+
 def test_one_rank_reserves_no_address_space_for_blocks() -> None:
     script = """
 import resource

@@ -30,7 +30,7 @@ from tilemesh.comm.runtime.stage import STACK_BYTES
 from tilemesh.comm.runtime.transport import Array, Token, Transport
 from tilemesh.comm.schedules.book import is_direct
 from tilemesh.comm.schedules.collectives import REDUCING
-from tilemesh.core.errors import UsageError
+from tilemesh.core.errors import RunError, UsageError
 
 _SEGMENT_BY_SEGMENT = ("all_reduce", "reduce", "broadcast")  # input and result are cut alike
 _OVERLAPS = 3  # for a place: the input overlaps the result, so that a neighbour would read what is being overwritten
@@ -99,7 +99,7 @@ class Sharing:
         arena.flags.digest = digest
         try:
             yield from steps()
-        except UsageError:  # on every rank alike: this call is over, and those after it have their turn
+        except (UsageError, RunError):  # on every rank alike: this call is over, and those after it have their turn
             arena.done = turn
             raise
         arena.done = turn
