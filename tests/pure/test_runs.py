@@ -270,6 +270,9 @@ def test_a_folder_is_made_once_and_its_configuration_kept_when_it_changes(tmp_pa
     change_config(folder, "a = 2\n")
     assert read_config(folder, TRAIN)[0] == "a = 2\n"
     assert (folder / names.earlier_config(7)).read_text() == "a = 1\n"
+    change_config(folder, "a = 3\n")  # no checkpoint came of the second one
+    assert read_config(folder, TRAIN)[0] == "a = 3\n"
+    assert (folder / names.earlier_config(7)).read_text() == "a = 1\n"
 
 
 @pytest.mark.parametrize("name", sorted(names.WRITTEN - {names.CONFIG}))

@@ -181,7 +181,9 @@ def read_config(folder: str | Path, *kinds: Kind) -> tuple[str, str]:
 def change_config(folder: Path, config: str) -> None:
     """Another configuration from now on; what it was until now stays beside it."""
     before = (folder / names.CONFIG).read_text(encoding="utf-8")
-    write_text(folder / names.earlier_config(newest_checkpoint(folder) or 0), before)
+    kept = folder / names.earlier_config(newest_checkpoint(folder) or 0)
+    if not kept.exists():  # else the run had one more meanwhile, by which no step that counts was done
+        write_text(kept, before)
     write_text(folder / names.CONFIG, config)
 
 
