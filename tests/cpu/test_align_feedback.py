@@ -34,6 +34,10 @@ from tilemesh.train.rank import lay_model
 FUNCTIONS = """
 import os, sys, time
 
+class Number:  # as one of numpy's or torch's
+    def item(self):
+        return 0.5
+
 def score(prompt, answer, case):
     print("what it prints is no score")
     if answer == "raise":
@@ -52,6 +56,8 @@ def score(prompt, answer, case):
         return {"score": 0.5, "format": 1.0}
     if answer == "unnamed":
         return {"format": 1.0}
+    if answer == "numpy":
+        return {"score": Number(), "format": True}
     if answer == "object":
         return object()
     return len(answer) / 10 + case.get("bonus", 0)
@@ -73,14 +79,14 @@ def functions(tmp_path: Path) -> Path:
 
 def test_a_verifier_that_crashes_hangs_or_talks_nonsense_never_pays(functions: Path) -> None:
     verifier = Verifier(f"{functions}:score", deadline_s=0.5)
-    words = ["fine", "raise", "hang", "die", "text", "nan", "unnamed", "object", "parts", "fine"]
+    words = ["fine", "raise", "hang", "die", "text", "nan", "unnamed", "object", "parts", "numpy"]
     try:
         scored = verifier([("p", word, {"bonus": 0.1}) for word in words])
     finally:
         verifier.close()
-    assert [each.failure == "" for each in scored] == [word in ("fine", "parts") for word in words]
+    assert [each.failure == "" for each in scored] == [word in ("fine", "parts", "numpy") for word in words]
     assert [dict(each.parts) for each in scored if not each.failure] == [
-        {"score": 0.5}, {"score": 0.5, "format": 1.0}, {"score": 0.5},
+        {"score": 0.5}, *[{"score": 0.5, "format": 1.0}] * 2,
     ]  # fmt: skip
     failures = dict(zip(words, [each.failure for each in scored], strict=True))
     assert "cannot parse" in failures["raise"]
@@ -91,6 +97,9 @@ def test_a_verifier_that_crashes_hangs_or_talks_nonsense_never_pays(functions: P
         Verifier("functions", 1.0)
     functions.write_text("import nothing_like_that\n")
     with pytest.raises(RunError, match="nothing_like_that"):
+        Verifier(f"{functions}:score", 1.0)([("p", "a", {})])
+    functions.write_text("import os\nos.abort()\n")
+    with pytest.raises(RunError, match="could not be started: its process ended"):
         Verifier(f"{functions}:score", 1.0)([("p", "a", {})])
 
 

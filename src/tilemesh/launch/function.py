@@ -115,7 +115,8 @@ class FunctionProcess:
             line = self._line(_START_S)
             if not line or json.loads(line) != "ready":
                 self.close()
-                raise RunError(f"{self._spec} could not be started: {(line or b'it took too long').decode()}")
+                words = "it took too long" if line is None else line.decode() or "its process ended"
+                raise RunError(f"{self._spec} could not be started: {words}")
         return self._process
 
     def close(self) -> None:
@@ -137,8 +138,8 @@ def main(spec: str) -> int:
 
     def reply(value: Any) -> None:
         try:
-            text = json.dumps(value)
-        except (TypeError, ValueError):
+            text = json.dumps(value, default=lambda number: number.item())  # of numpy or torch
+        except Exception:
             text = json.dumps({"failure": f"{str(value)[:200]} is no JSON"})
         replies.write(text.encode() + b"\n")
         replies.flush()
