@@ -23,7 +23,7 @@ from tilemesh.serve.request import Sampling
 def test_defaults_are_those_that_are_documented() -> None:
     assert read_completion({"prompt": "a"}) == AskedCompletion(Sampling(max_tokens=16), prompts=("a",))
     given = {"max_tokens": 5, "temperature": 0.6}  # of a folder, where that was asked for; a body says more
-    assert read_completion({"prompt": "a"}, given) == AskedCompletion(Sampling(**given), prompts=("a",))
+    assert read_completion({"prompt": "a"}, given) == AskedCompletion(Sampling(**given), prompts=("a",), shortens=True)
     assert read_completion({"prompt": "a", "temperature": 1}, given).sampling == Sampling(max_tokens=5, temperature=1)
     asked = read_chat({"messages": [{"role": "user", "content": "a"}]})
     assert asked == AskedCompletion(Sampling(), messages=(ChatMessage("user", "a"),))
