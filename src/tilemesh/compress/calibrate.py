@@ -209,6 +209,7 @@ def mean_loss(model: Transformer, tokens_BT: Tensor, targets_BT: Tensor, rows: i
     return total / max(1, count)
 
 
+@torch.enable_grad()
 def weight_gradients(
     model: Transformer, tokens_BT: Tensor, targets_BT: Tensor, names: Sequence[str]
 ) -> dict[str, Tensor]:
