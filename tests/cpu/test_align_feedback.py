@@ -280,3 +280,5 @@ def test_lines_of_cases_end_where_jsonl_has_them_end(tmp_path: Path) -> None:
     path = tmp_path / "cases.jsonl"
     path.write_text('{"prompt": "a\u2028b"}\r\n\n{"prompt": "c\x85"}\n', encoding="utf-8", newline="")
     assert [case["prompt"] for case in read_cases(path)] == ["a\u2028b", "c\x85"]
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # the mark that editors of Windows put before a file
+    assert len(read_cases(path)) == 2
