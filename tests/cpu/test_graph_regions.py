@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from tilemesh.core.c_library import compiler
-from tilemesh.graph import build, compile_ahead, derive
+from tilemesh.graph import build, derive
 from tilemesh.graph.by_torch import run_torch
-from tilemesh.graph.compile_ahead import AheadCompilers
 from tilemesh.graph.emit import program
 from tilemesh.graph.evaluate import run_numpy
 from tilemesh.graph.generated import RegionCall, kernel_job, server
@@ -27,6 +26,8 @@ from tilemesh.graph.kernel_triton import launch_plans
 from tilemesh.graph.ops import PRIMITIVES, primitive
 from tilemesh.graph.regions import fused
 from tilemesh.graph.rules import simplify
+from tilemesh.kernels.launch import compile_ahead
+from tilemesh.kernels.launch.compile_ahead import AheadCompilers
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="there is no C compiler here")
 WAYS = [pytest.param("c", marks=needs_compiler), "interpret"]

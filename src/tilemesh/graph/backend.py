@@ -27,7 +27,6 @@ from tilemesh.core.units import parse_bytes
 from tilemesh.graph.aten import decompositions
 from tilemesh.graph.calls import with_better_calls
 from tilemesh.graph.channels import channels_last, known_shape, strides_of
-from tilemesh.graph.compile_ahead import AheadCompilers
 from tilemesh.graph.emit import Emitted, program
 from tilemesh.graph.generated import server, way_for
 from tilemesh.graph.ir import Graph, Node
@@ -42,6 +41,7 @@ from tilemesh.graph.rotations import with_rotations
 from tilemesh.graph.rules import ALGEBRA, simplify
 from tilemesh.graph.sized import Sizes, SymbolReader, generalised, joined_text
 from tilemesh.graph.templates import with_products, with_rows
+from tilemesh.kernels.launch.compile_ahead import AheadCompilers
 
 
 @dataclass

@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from tilemesh.core.errors import UsageError
 from tilemesh.graph.by_torch import constant, dtype_of, evaluate_torch, torch_function
 from tilemesh.graph.calls import layer_with_workspace
-from tilemesh.graph.compile_ahead import AheadCompilers
 from tilemesh.graph.evaluate import sizes_of
 from tilemesh.graph.generated import RegionCall, prepare, run_without_data, way_for
 from tilemesh.graph.ir import Graph, Node, users
@@ -28,6 +27,7 @@ from tilemesh.graph.opaque import InputSlot, Laid, LayCall, Strides, call_of, tr
 from tilemesh.graph.ops import COMPARISONS, FLOATS, primitive
 from tilemesh.graph.rewrite import number_of
 from tilemesh.graph.size import numbers
+from tilemesh.kernels.launch.compile_ahead import AheadCompilers
 from tilemesh.kernels.launch.tensors import read_device
 
 Exchange: TypeAlias = Callable[[Node, bool], Callable[[Any], Any]]

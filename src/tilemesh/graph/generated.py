@@ -19,10 +19,10 @@ from tilemesh.core.c_library import compiler
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.graph import kernel_c
 from tilemesh.graph.by_torch import dtype_of
-from tilemesh.graph.compile_ahead import AheadCompilers
 from tilemesh.graph.ir import Graph, Node
 from tilemesh.graph.kernel_plan import plan_kernel, reordered
 from tilemesh.graph.size import numbers
+from tilemesh.kernels.launch.compile_ahead import AheadCompilers
 
 Tensor = torch.Tensor
 Launch = Callable[[Sequence[Tensor], list[Tensor]], None]

@@ -12,7 +12,8 @@ its own. Nothing here needs torch.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 from tilemesh.kernels.tuning.table import Tables, TunedTable, versions
@@ -111,6 +112,8 @@ class Context:
 
 current = Context()
 """Read at every call; replace it by `use`."""
+rehearsal: ContextVar[Callable[..., Any] | None] = ContextVar("rehearsal", default=None)
+"""What this thread gives every plan to, in place of launching it: see `launch/rehearsal.py`."""
 
 
 def default_context() -> Context:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -52,9 +52,15 @@ _LISTED = 20  # lines of a refusal; a folder of another model would fill the scr
 
 
 def load(
-    folder: str | Path, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    folder: str | Path,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    foresee: Callable[[Transformer], None] = lambda model: None,
 ) -> Transformer:
-    """The model in a Hugging Face folder, in the dtype of its files unless another is asked for."""
+    """The model in a Hugging Face folder, in the dtype of its files unless another is asked for.
+
+    `foresee` is given it before its weights are read, on the meta device."""
     config = read_config(folder)
     with ExitStack() as files:
         # The dtype does not matter for what is looked for, and is known only when the headers have been read.
@@ -64,6 +70,7 @@ def load(
             dtype = _only_dtype(Path(folder), stored, compressed)
         model = Transformer(config, device="meta", dtype=dtype)
         compressed = _compressed(Path(folder), model)
+        foresee(model)
         give_memory(model, "cpu" if device is None else device, together=True)
         parameters = dict(model.named_parameters())
         with torch.no_grad():

@@ -11,6 +11,7 @@ N: rows, one per request that samples.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -124,8 +125,7 @@ class DeviceSteps:
         self._graphs, self._say = graphs, say
         self._sizes = StepSizes(limits, tile_sizes.prompt)
         self._on_gpu = cache.device.type == "cuda"
-        # One is read by the device while the other is written.
-        self._staging = [Staging(self._sizes, vocabulary, self._on_gpu) for _ in range(2)]
+        self._vocabulary = vocabulary
         self._turn = 0
         with torch.inference_mode():
             self._memory = StepMemory(self._sizes, cache.device)
@@ -133,6 +133,23 @@ class DeviceSteps:
         self._warm: set[StepShape] = set()
         self._captured: dict[StepShape, Replayed] = {}
         self._failed = False
+
+    @functools.cached_property
+    def _staging(self) -> list[Staging]:
+        """One is read by the device while the other is written."""
+        return [Staging(self._sizes, self._vocabulary, self._on_gpu) for _ in range(2)]
+
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """All that steps of all sizes do on the device, in the order of `prepare_all`."""
+        for kind in (DrawKind.GREEDY, DrawKind.SAMPLED):
+            for tokens in reversed(self._sizes.all_tokens()):
+                self._prompting(tokens, kind)
+            for rows in self._all_rows():
+                self._decoding(rows, kind)
+
+    def _all_rows(self) -> list[int]:
+        return sorted({self._sizes.rows(rows) for rows in range(1, self._limits.running + 1)})
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, drawings: Sequence[TokenDraw]) -> DrawnTokens:
@@ -175,7 +192,7 @@ class DeviceSteps:
         for kind in (DrawKind.GREEDY, DrawKind.SAMPLED):
             for tokens in reversed(self._sizes.all_tokens()):  # the largest first: the others fit into its memory
                 self.prepare_prompts(tokens, kind)
-            for rows in sorted({self._sizes.rows(rows) for rows in range(1, self._limits.running + 1)}):
+            for rows in self._all_rows():
                 self.prepare(rows, kind)
 
     def forget(self) -> None:

@@ -30,6 +30,7 @@ from tilemesh.model.kinds import group_sizes, kinds_of
 from tilemesh.model.lora import PeftAdapter, give_slots, read_adapter
 from tilemesh.model.work.weights import why_not, why_not_groups
 from tilemesh.serve.adapters import AdapterSlots, LoadedAdapter
+from tilemesh.serve.ahead import kernels_ahead
 from tilemesh.serve.answers import EngineStatus
 from tilemesh.serve.config import EngineConfig
 from tilemesh.serve.constrain.mask import Constraints
@@ -92,9 +93,11 @@ class Engine(PromptTaker):
                 raise UsageError("ranks read weights themselves: give the folder of a run or of Hugging Face")
             self.served = source
         else:
-            self.served = load_served(
-                source, dtype=wanted, device=place, step=config.step, say=say, with_weights=not ranks
-            )
+            with kernels_ahead(config, place) as foresee:
+                self.served = load_served(
+                    source, dtype=wanted, device=place, step=config.step, say=say, with_weights=not ranks,
+                    foresee=foresee,
+                )  # fmt: skip
         if ranks and place.type == "cuda" and config.pages is None:
             raise UsageError("ranks on GPUs and no pages: say how many with pages (--pages)")
         model = self.served.model

@@ -117,17 +117,18 @@ def load_served(
     step: int | None = None,
     say: Callable[[str], None] = lambda text: None,
     with_weights: bool = True,
+    foresee: Callable[[Transformer], None] = lambda model: None,
 ) -> ServedModel:
     """Read a run (its newest sound checkpoint, or that of a step) or a Hugging Face folder.
 
     In the dtype of its weights, unless another is asked for. `say` hears which step is used, if it is not the last.
-    Without weights the model is on the meta device: others compute it.
+    Without weights the model is on the meta device: others compute it. `foresee`: as `huggingface.load` takes it.
     """
     path = Path(source)
     if (path / MODEL_FILE).is_file():
         if step is not None:
             raise UsageError(f"step is {step} and {path} is a Hugging Face folder, which has no steps: leave it out")
-        return _of_huggingface(path, dtype, device, with_weights)
+        return _of_huggingface(path, dtype, device, with_weights, foresee)
     run = _open_run(path, step, say)
     model = read_model(run.model, run.weights(), device) if with_weights else Transformer(run.model, device="meta")
     tokenizer = tokenizer_of(run.data)
@@ -224,10 +225,14 @@ def _schemes(model: nn.Module) -> dict[str, object]:
 
 
 def _of_huggingface(
-    path: Path, dtype: torch.dtype | None, device: torch.device | str, with_weights: bool
+    path: Path,
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+    with_weights: bool,
+    foresee: Callable[[Transformer], None],
 ) -> ServedModel:
     if with_weights:
-        model = huggingface.load(path, device=device, dtype=dtype).eval().requires_grad_(False)
+        model = huggingface.load(path, device=device, dtype=dtype, foresee=foresee).eval().requires_grad_(False)
     else:
         model = _without_weights(path, dtype)
     vocabulary = model.config.vocabulary

@@ -19,6 +19,7 @@ from tilemesh.core.access import is_loopback, read_keys, server_access
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.options import argument, option
 from tilemesh.core.ranges import Range
+from tilemesh.kernels.launch.compile_ahead import start_workers
 from tilemesh.serve.config import EngineConfig
 
 _GRACE_S = 30
@@ -53,6 +54,9 @@ def serve(options: ServeOptions) -> None:
     """A server's life: the engine, a socket, requests until a signal comes, and those under way finished."""
     options = serve_planned(options)
     keys, tls, sizes = read_keys(options.api_key), check_tls(options), read_mesh(options.mesh)
+    if options.device.startswith("cuda") and sizes["tp"] == 1:
+        with contextlib.suppress(OSError):  # the engine does without
+            start_workers()
     try:
         import uvicorn
 

@@ -53,6 +53,8 @@ def compiled(plan: Plan, tensors: Mapping[str, Tensor], written: Sequence[str], 
 
     Returns what was launched, for other tensors that lie in memory as these do.
     """
+    if (rehearse := context.rehearsal.get()) is not None:
+        return rehearse(plan, tensors, **constants)
     addresses, key = [], [plan, *tensors, *constants.values()]  # by name: one left out may look like another
     for tensor in tensors.values():
         address = tensor.data_ptr()
@@ -133,13 +135,17 @@ class RepeatedLaunches:
 
 
 def _compile(plan: Plan, tensors: Mapping[str, Tensor], device: torch.device, constants: Mapping[str, Any]) -> Launched:
-    from tilemesh.kernels.launch.program import Operand
-
     places = {name: place_of(tensor) for name, tensor in tensors.items()}
     planned = plan(places, **constants)
+    return Launched(planned, operands_of(planned, places), list(places), device)
+
+
+def operands_of(plan: LaunchPlan, places: Mapping[str, Place]) -> dict[str, Operand]:
+    """What compiling needs to know of a plan's tensors and buffers."""
+    from tilemesh.kernels.launch.program import Operand
+
     operands = {name: Operand(place.dtype, place.aligned) for name, place in places.items()}
-    operands |= {name: Operand(buffer.dtype) for name, buffer in planned.buffers.items()}
-    return Launched(planned, operands, list(places), device)
+    return operands | {name: Operand(buffer.dtype) for name, buffer in plan.buffers.items()}
 
 
 def scratch_of(buffers: Mapping[str, Buffer], device: torch.device | str = "cpu") -> dict[str, Tensor]:
@@ -152,6 +158,8 @@ def scratch_of(buffers: Mapping[str, Buffer], device: torch.device | str = "cpu"
 
 def interpreted(plan: Plan, tensors: Mapping[str, Tensor], written: Sequence[str], **constants: Any) -> Interpreted:
     """The same, by Triton's interpreter."""
+    if (rehearse := context.rehearsal.get()) is not None:
+        return rehearse(plan, tensors, **constants)
     planned = plan({name: place_of(tensor) for name, tensor in tensors.items()}, **constants)
     program = Interpreted(planned, tuple(tensors), tuple(written))
     program.launch(list(tensors.values()))

@@ -16,7 +16,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -55,8 +55,16 @@ class Operand:
     aligned: bool = True
 
 
-def compile_step(step: Step, operands: Mapping[str, Operand], target: GPUTarget | None = None) -> CompiledKernel:
-    """Compile one launch for this GPU, or for a target without one present; what was compiled before is found again."""
+class Described(NamedTuple):
+    """All that a launch is compiled from: launches of equal keys share a kernel."""
+
+    key: tuple[object, ...]
+    source: tuple[Any, ...]
+    """As Triton's sources take it: the function, its signature, constants and attributes."""
+    options: dict[str, Any]
+
+
+def describe(step: Step, operands: Mapping[str, Operand]) -> Described:
     function = _function(step.kernel)
     gluon = function.is_gluon()
     signature: dict[str, str] = {}
@@ -70,16 +78,21 @@ def compile_step(step: Step, operands: Mapping[str, Operand], target: GPUTarget 
         elif divisible > 1 and step.hints and name not in step.varying:
             attributes[(position,)] = [["tt.divisibility", divisible]]
     options = {"num_warps": step.warps, "num_stages": step.stages, "launch_pdl": step.early}
-    place = triton.runtime.driver.active.get_current_device() if target is None else target
     divisors = ((position, hint[0][1]) for position, hint in attributes.items())
-    key = (step.kernel, *signature.items(), *constants.items(), *divisors, *options.values(), place)
+    key = (step.kernel, *signature.items(), *constants.items(), *divisors, *options.values())
+    return Described(key, (function, signature, constants, attributes), options)
+
+
+def compile_step(step: Step, operands: Mapping[str, Operand], target: GPUTarget | None = None) -> CompiledKernel:
+    """Compile one launch for this GPU, or for a target without one present; what was compiled before is found again."""
+    key, source, options = describe(step, operands)
+    key += (triton.runtime.driver.active.get_current_device() if target is None else target,)
     compiled = KERNELS.get(key)
     if compiled is None:
-        kernel = (function, signature, constants, attributes)
-        if gluon:
-            compiled = _compile_gluon(kernel, target, options)
+        if source[0].is_gluon():
+            compiled = _compile_gluon(source, target, options)
         else:
-            compiled = triton.compile(ASTSource(*kernel), target=target, options=options)
+            compiled = triton.compile(ASTSource(*source), target=target, options=options)
         KERNELS[key] = compiled
     return compiled
 

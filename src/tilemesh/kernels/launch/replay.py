@@ -206,6 +206,11 @@ class CallRecorder(TorchDispatchMode):
     one slot alone. The tensors of the call are aliases of those given, so that one given twice is told apart.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Otherwise torch imports its compiler at the first call, which takes seconds, only to keep it out."""
+        return False
+
     def __init__(self, launch: Callable[..., Any], given: Tensors) -> None:
         super().__init__()
         self.tensors = [None if tensor is None else tensor.detach() for tensor in given]

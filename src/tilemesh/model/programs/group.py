@@ -187,7 +187,7 @@ def as_one(parts: Sequence[Tensor]) -> Tensor | None:
     first, end = parts[0].detach(), parts[0].storage_offset()
     storage = first.untyped_storage()
     for part in parts:
-        same = part.untyped_storage().data_ptr() == storage.data_ptr() and part.dtype == first.dtype
+        same = part.untyped_storage()._cdata == storage._cdata and part.dtype == first.dtype
         if not same or not part.is_contiguous() or part.storage_offset() != end or part.shape[1:] != first.shape[1:]:
             return None
         end += part.numel()

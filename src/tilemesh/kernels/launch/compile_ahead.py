@@ -1,11 +1,11 @@
-"""Compiling a program's Triton kernels side by side, in processes that know neither torch nor the GPU.
+"""Compiling Triton kernels side by side, in processes that know nothing of the GPU.
 
 Triton compiles one kernel at a time in a process (its functions are not safe to compile in threads). Each worker here
-is `python -m tilemesh.graph.compile_ahead`: it reads one job per line of its input as JSON, compiles it for a named
-target into Triton's cache on disk, and answers with a line. The process that launches kernels then finds them there.
-Workers start before torch traces the backward pass; jobs are handed over as soon as a program's kernels are written,
-and nobody waits for them until all programs of a piece are. A model that torch cuts into many pieces finds the workers
-of the last piece: they end when they had nothing to do for a while.
+is `python -m tilemesh.kernels.launch.compile_ahead`: it reads one job per line of its input as JSON, compiles it for a
+named target into Triton's cache on disk, and answers with a line. The process that launches kernels then finds them
+there. Workers of a graph start before torch traces the backward pass; jobs are handed over as soon as a program's
+kernels are written, and nobody waits for them until all programs of a piece are. A model that torch cuts into many
+pieces finds the workers of the last piece: they end when they had nothing to do for a while.
 """
 
 from __future__ import annotations
@@ -22,18 +22,31 @@ import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tilemesh.kernels.launch.program import Operand
+    from tilemesh.kernels.launch.steps import Step
 
 MOST_WORKERS = 8
 IDLE_S = 20.0  # after which a worker that was given nothing ends
+
+
+def worker_count() -> int:
+    free = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(MOST_WORKERS, free // 2)
+
+
+def start_workers(count: int | None = None) -> None:
+    """For kernels written by hand, whose modules import torch: before this process imports that itself."""
+    _WORKERS.at_least(worker_count() if count is None else count, ("torch",))
 
 
 class AheadCompilers:
     """Worker processes. Use as a context; what they could not compile is compiled by the caller, who sees why."""
 
     def __init__(self, count: int | None = None) -> None:
-        free = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.count = min(MOST_WORKERS, free // 2) if count is None else count
+        self.count = worker_count() if count is None else count
         self.open = False  # takes jobs
         self.wanted = True
         self.given = 0
@@ -90,12 +103,14 @@ class CompilingProcesses:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
+        self.imports: tuple[str, ...] = ()  # what workers import before their first job
         self.alive: list[CompilingProcess] = []
         self.jobs: queue.PriorityQueue[tuple[int, int, dict[str, Any], AheadCompilers]] = queue.PriorityQueue()
         self.numbers = itertools.count()
 
-    def at_least(self, count: int) -> None:
+    def at_least(self, count: int, imports: tuple[str, ...] = ()) -> None:
         with self.lock:
+            self.imports = imports
             self._at_least(count)
 
     def _at_least(self, count: int) -> None:
@@ -129,7 +144,7 @@ class CompilingProcess(threading.Thread):
 
     def _begin(self) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "tilemesh.graph.compile_ahead"],
+            [sys.executable, "-m", "tilemesh.kernels.launch.compile_ahead", *self.workers.imports],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -197,7 +212,48 @@ def _compile(job: dict[str, Any]) -> None:
         os.environ["TRITON_CACHE_DIR"] = job["cache"]
     from triton.backends.compiler import GPUTarget
 
-    from tilemesh.kernels.launch.program import Operand, compile_step
+    from tilemesh.kernels.launch.program import compile_step
+
+    step, operands = _own_step(job) if "step" in job else _step_of(job)
+    compiled = compile_step(step, operands, GPUTarget(*job["target"]))
+    driver = importlib.import_module("triton.backends.nvidia.driver")
+    if hasattr(driver, "make_launcher"):  # until Triton 3.6 a C compiler makes a launcher for each list of arguments
+        driver.CudaLauncher(compiled.src, compiled.metadata)
+
+
+def step_job(step: Step, operands: Mapping[str, Operand], length: int, target: Sequence[Any]) -> dict[str, Any]:
+    """A launch of a kernel that is in this package; `length`: of its text."""
+    places = {name: argument if _is_plain(argument) else vars(argument) for name, argument in step.arguments.items()}
+    own = {**vars(step), "arguments": places, "constants": dict(step.constants)}
+    read = {name: vars(operand) for name, operand in operands.items()}
+    return {"step": own, "operands": read, "length": length, "target": list(target)}
+
+
+def _is_plain(argument: object) -> bool:
+    return argument is None or isinstance(argument, int | float)
+
+
+def _own_step(job: dict[str, Any]) -> tuple[Step, dict[str, Operand]]:
+    from tilemesh.kernels.launch.program import Operand
+    from tilemesh.kernels.launch.steps import Descriptor, Pointer, Step
+
+    own: dict[str, Any] = _with_tuples(job["step"])
+    for name, argument in own["arguments"].items():
+        if not _is_plain(argument):
+            own["arguments"][name] = Descriptor(**argument) if "shape" in argument else Pointer(**argument)
+    return Step(**own), {name: Operand(**operand) for name, operand in job["operands"].items()}
+
+
+def _with_tuples(value: Any) -> Any:
+    """What JSON has made lists of."""
+    if isinstance(value, dict):
+        return {name: _with_tuples(inner) for name, inner in value.items()}
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
+
+
+def _step_of(job: dict[str, Any]) -> tuple[Step, dict[str, Operand]]:
+    """Of a kernel that was written for a graph."""
+    from tilemesh.kernels.launch.program import Operand
     from tilemesh.kernels.launch.steps import Pointer, Step
 
     if job["module"] not in sys.modules:
@@ -208,14 +264,12 @@ def _compile(job: dict[str, Any]) -> None:
         spec.loader.exec_module(sys.modules[job["module"]])
     operands = {name: Operand(dtype) for name, dtype in job["dtypes"].items()}
     arguments = {name: Pointer(name) for name in job["dtypes"]}
-    step = Step(job["kernel"], tuple(job["grid"]), arguments, job["constants"], warps=job["warps"])
-    compiled = compile_step(step, operands, GPUTarget(*job["target"]))
-    driver = importlib.import_module("triton.backends.nvidia.driver")
-    if hasattr(driver, "make_launcher"):  # until Triton 3.6 a C compiler makes a launcher for each list of arguments
-        driver.CudaLauncher(compiled.src, compiled.metadata)
+    return Step(job["kernel"], tuple(job["grid"]), arguments, job["constants"], warps=job["warps"]), operands
 
 
 def main() -> None:
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
     import tilemesh.kernels.launch.program  # noqa: F401  loads Triton while the first job is still being written
 
     _key_of_triton()
