@@ -121,6 +121,12 @@ def test_a_mesh_that_cannot_share_out_experts_names_one_that_can() -> None:
         load(sets=["model.experts=6,plan.dp=2,plan.tp=1,plan.ep=3"])
 
 
+def test_ranks_that_share_a_latent_are_told_of_it() -> None:
+    latent = "model.kv_heads=4,model.heads=4,model.latent_width=8,model.biases=false,model.rotary_fraction=0.5"
+    with pytest.raises(ConflictError, match=r"or the latent .*; set plan\.tp=1 or plan\.precision=bf16-master$"):
+        load(sets=[latent, "model.positions=rotary,plan.precision=fp8,plan.tp=2"])
+
+
 def test_steps_may_become_a_graph_where_no_row_keeps_them_from_it() -> None:
     made = load(sets=["train.device=auto,plan.dp=1,plan.tp=1"])
     assert may_replay(made)

@@ -262,8 +262,8 @@ OF_CONFIG: tuple[Row, ...] = (
     row(
         "plan.precision plan.tp model.kv_heads",
         lambda config: _FP8.is_on(config) and config.plan.tp > _heads_apart(config),
-        "ranks that share keys and values would each round their own part of a gradient to 8 bits, and one process "
-        "rounds the sum",
+        "ranks that share keys and values, or the latent that these are made of, would each round their own part of a "
+        "gradient to 8 bits, and one process rounds the sum",
         lambda config: f"plan.tp={math.gcd(config.plan.tp, _heads_apart(config))}{OR}{_FP8.off}",
     ),
     row(
