@@ -249,6 +249,15 @@ def test_weights_are_widened_as_they_are_read() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", ["int32", "int64", "bool", "float64"])
+def test_other_numbers_become_bfloat16(way: str, dtype: str) -> None:
+    x, y = build.argument("x", [7], dtype), build.argument("y", [7], "bfloat16")
+    graph = fused(Graph((x, y), (build.negate(build.add(build.cast(x, "bfloat16"), y)),)), server(way))
+    values = [torch.tensor([0, 1, 2, -3, 5, 7, -1]).to(getattr(torch, dtype)), torch.zeros(7, dtype=torch.bfloat16)]
+    assert torch.equal(program(graph, way=way)(*values)[0], run_torch(graph, *values)[0])
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_the_number_of_a_class_is_no_column_where_logits_are_one_for_each_row(way: str) -> None:
     """Logits as sums over as many features as there are classes: of the kernel's rows each has one."""
     x, target = build.argument("x", [6, 5, 5], "float64"), build.argument("target", [6], "int64")

@@ -281,8 +281,9 @@ class TritonWriter(KernelWriter):
     def cast(self, node: Node, value: str) -> str:
         if node.dtype == "bool":
             return f"{value} != 0"
-        exact = f"{value}.to(tl.{node.dtype})"
-        return exact if node.dtype not in _COMPUTED else f"{exact}.to(tl.{_computed(node.dtype)})"
+        if node.dtype not in _COMPUTED:
+            return f"{value}.to(tl.{node.dtype})"
+        return f"{value}.to(tl.float32).to(tl.{node.dtype}).to(tl.float32)"  # by float32, as torch rounds to 16 bits
 
 
 def _computed(dtype: str) -> str:
