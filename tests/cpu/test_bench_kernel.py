@@ -26,6 +26,7 @@ from tilemesh.core.cost import Ceiling, limit_s
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import DEVICES
 from tilemesh.kernels import registry, scale_shift
+from tilemesh.kernels.launch.native import NATIVE
 from tilemesh.kernels.launch.steps import LaunchPlan
 from tilemesh.kernels.matmul.cost import SUITE, cost
 from tilemesh.kernels.matmul.problem import dense
@@ -53,6 +54,18 @@ def bench_rows(bench, shapes, settings=None, *, compiled=True, peers=None, repea
     candidates = Candidates.of(bench, problem, compiled, peers)
     cases = prepared_cases(bench, problem, bench.form.case(shape, settings), candidates, on, repeats)
     return [case.measure() for case in cases]
+
+
+def test_calls_with_gradients_are_timed_once_their_node_is_compiled(monkeypatch):
+    """The first to call it starts the compiler beside the work, and for a minute calls would be those of Python."""
+    loads = []
+    monkeypatch.setattr(NATIVE, "functions", None)
+    monkeypatch.setattr(NATIVE, "load", lambda: loads.append(1))
+    bench = bench_of(registry.find("rms_norm"))
+    for kind, passes, count in (("call", "forward", 0), ("kernel", "both", 0), ("call", "both", 1)):
+        on = replace(ON_THE_CPU, timers={kind: ON_THE_CPU.timers[kind]})
+        bench_rows(bench, ["5x8"], {"passes": passes, "dtype": "float32"}, compiled=False, repeats=1, on=on)
+        assert len(loads) == count
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from tilemesh.core.cost import Ceiling, Cost, limit_s
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import device_for
 from tilemesh.kernels.launch.gpu import gpu_of
+from tilemesh.kernels.launch.native import NATIVE
 from tilemesh.kernels.operator_bench import EAGER, OURS, Arguments, OperatorBench
 from tilemesh.measure.gpu import KernelTimer, call_timer, l2_cache_bytes, rotating_sets
 from tilemesh.measure.machine import this_machine
@@ -107,6 +108,8 @@ def prepared_cases(
     repeats: int,
 ) -> list[BenchCase]:
     """One problem with its inputs and candidates on a device: a case for each kind of time."""
+    if "call" in on.timers and labels.get("passes") == "both" and NATIVE.functions is None and not NATIVE.why_not:
+        NATIVE.load()  # a minute the first time; calls would go by Python meanwhile
     figures, chosen = device_for(on.name), bench.chosen(problem, on.device)
     guess = Estimate(None, f"no figures for {on.name}")
     if figures is not None:
