@@ -99,6 +99,10 @@ def test_a_run_its_page_and_its_grade_say_what_is_next(
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     (tmp_path / "run" / "summary.json").write_text(json.dumps(summary | {"machine": "another"}))
     assert after_run(read("run")) == NextCommand("plan grade run")
+    written = (tmp_path / "run" / "config.toml").read_text()
+    assert written.count('name = "adamw"') == 1
+    (tmp_path / "run" / "config.toml").write_text(written.replace('name = "adamw"', 'name = "muon"'))
+    assert after_run(read("run")) == NextCommand("serve run"), "what the planner does not model cannot be graded"
     (tmp_path / "run" / "config.toml").write_text("no configuration")
     assert after_run(read("run")) == NextCommand("report run")
 

@@ -78,6 +78,7 @@ def _resumed(run: Run, command: str, settings: list[str]) -> str:
 def _after_training(run: Run) -> NextCommand:
     from tilemesh.measure.machine import this_machine
     from tilemesh.train.config import ModuleRun, of_run
+    from tilemesh.train.predict import not_modelled
 
     config, grade = of_run(run.folder), f"plan grade {_folder(run)}"
     if run.state != DONE:
@@ -85,7 +86,9 @@ def _after_training(run: Run) -> NextCommand:
     if isinstance(config, ModuleRun):
         program = shlex.quote(config.module.program)
         return NextCommand(f"graph explain {program} --train --mesh dp={config.plan.world} --choose all")
-    if config.lora.rank or config.train.method != "synchronous" or run.summary.get("machine") != this_machine().id:
+    if not_modelled(config):
+        return NextCommand(f"serve {_folder(run)}")
+    if config.train.method != "synchronous" or run.summary.get("machine") != this_machine().id:
         return NextCommand(grade)
     return after_layout(config, lambda changes: _resumed(run, "train", changes), grade)
 
