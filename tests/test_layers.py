@@ -96,7 +96,7 @@ MOST_LINES = {
     "align": 4_361,
     "report": 6_362,
     "bench": 9_280,
-    "cli": 6_928,
+    "cli": 6_934,
     "guide": 18_082,
 }
 SOURCE_SUFFIXES = (".py", ".c", ".cpp", ".h", ".cu", ".cuh", ".js", ".css")

@@ -738,6 +738,7 @@ def test_the_chapters_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["guide"]) == 0
     out = capsys.readouterr().out
     assert all(part.title in out for part in PARTS)
+    assert len({line.index(part.about) for part in PARTS for line in out.splitlines() if part.about in line}) == 1
 
 
 def test_an_answer_is_checked_and_counts_as_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,13 +69,16 @@ def guide(options: GuideOptions) -> Output | int:
     return Output(json=run_part(part, console, reader() if options.pause and console.is_terminal else None))
 
 
+_TITLE_WIDTH = max(len(part.title) for part in PARTS)
+
+
 def _list(console: Console) -> None:
     console.print(
         "[bold]The guide[/]: run a chapter with [bold]tilemesh guide 1[/]; read along in docs/guide/README.md of the "
         "repository"
     )
     for part in PARTS:
-        console.print(f"  {part.key:<9} {part.title:<24} {part.about}", markup=False, soft_wrap=True)
+        console.print(f"  {part.key:<9} {part.title:<{_TITLE_WIDTH}} {part.about}", markup=False, soft_wrap=True)
     console.print(
         "tilemesh guide --progress shows what you have done; tilemesh doctor says what works on this machine."
     )
@@ -102,7 +105,7 @@ def _show_progress(console: Console) -> None:
         exercises = part.exercises()
         solved = [exercise.key for exercise in exercises if exercise.key in done.solved]
         state = f"run to its end {done.finished[:10]}" if done.finished else "not yet run to its end"
-        lines = [f"{part.title:<24} {state}; {len(solved)} of {len(exercises)} exercises"]
+        lines = [f"{part.title:<{_TITLE_WIDTH}} {state}; {len(solved)} of {len(exercises)} exercises"]
         factors = [guess.factor for guess in done.guesses if math.isfinite(guess.factor)]
         if factors:
             factor = typical_factor(factors)
