@@ -145,5 +145,5 @@ def test_the_command_grades_by_the_plan_that_was_written(tmp_path: Path) -> None
     assert "7 s" in run(*graded, "--plan", str(tmp_path / "job" / "plan.toml"), *cluster)
     with pytest.raises(UsageError, match=r"give --plan PLAN\.toml and --cluster"):
         run(*graded)
-    with pytest.raises(UsageError, match=r"the plan has 16 ranks and 1x8xh100 8"):
+    with pytest.raises(UsageError, match=r"the plan has 16 ranks and the cluster 1x8xh100 has 8: give --cluster"):
         run(*graded, "--plan", str(tmp_path / "job" / "plan.toml"), "--cluster", "8xh100")

@@ -93,6 +93,13 @@ def test_the_table_and_why() -> None:
     assert re.search(r"\byes\b|no, ", out)
     assert "Why the first" in out
     assert "runner-up" in out
+    small = " ".join(run("tiny", "--cluster", "8xh100", "--batch-tokens", "8k").stdout.split())
+    assert "GiB per GPU as well" in small
+
+
+def test_a_name_that_is_neither_preset_nor_folder_is_told_so() -> None:
+    with pytest.raises(UsageError, match=r"unknown model 'modle': .*; or a folder or file, and none is here"):
+        run("modle", "--cluster", "8xh100")
 
 
 def test_no_figure_is_cut_in_a_narrow_terminal() -> None:

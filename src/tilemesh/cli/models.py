@@ -57,7 +57,7 @@ def _read(name: str) -> dict[str, Any]:
         if "/" in name or os.path.lexists(name):
             what = "is a file" if os.path.isfile(name) else "is not there"
             raise UsageError(f"model '{name}' {what}: expected {MODEL_WORDS}")
-        raise unknown("model", name, PRESETS)
+        raise UsageError(f"{unknown('model', name, PRESETS)}; or a folder or file, and none is here by that name")
     try:
         model = from_json(read_json_object(file), str(file))
     except FileNotFoundError:

@@ -117,7 +117,8 @@ def serve_layouts(
         raise unknown("dtype", dtype, DTYPE_BYTES)
     if demand.prompt + demand.output > model.context + 1:
         raise UsageError(
-            f"a prompt of {demand.prompt} and an output of {demand.output} tokens: the context is {model.context}"
+            f"a prompt of {demand.prompt} and an output of {demand.output} tokens: the context is {model.context}; "
+            "set --prompt or --output lower"
         )
     layouts: list[ServeLayout] = []
     refused: list[str] = []

@@ -47,11 +47,11 @@ def runner_up(result: SearchResult) -> str:
         f"{format_seconds(abs(more))} {'more' if more > 0 else 'less'} {name}" for more, name in parts[:3]
     )
     equal = " (equal within the model's accuracy)" if share < EQUAL else ""
+    needed, now = (format_bytes(each.memory.total_bytes) for each in (second, best))
     return (
         f"the runner-up, {second.plan.short()}, loses {format_seconds(lost)} per step, {share:.1%}{equal}"
         + (f": {words}" if words else "")
-        + f"; it needs {format_bytes(second.memory.total_bytes)} per GPU instead of "
-        + format_bytes(best.memory.total_bytes)
+        + (f"; it needs {needed} per GPU instead of {now}" if needed != now else f"; it needs {now} per GPU as well")
     )
 
 

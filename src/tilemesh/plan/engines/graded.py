@@ -39,7 +39,10 @@ def grade_log(
     """A log or profile of this plan's run, figure by figure. `software`: what ran it, if not what the engine usually
     runs."""
     if plan.world != cluster.world:
-        raise UsageError(f"the plan has {plan.world} ranks and {cluster.name} {cluster.world}: expected as many")
+        raise UsageError(
+            f"the plan has {plan.world} ranks and the cluster {cluster.name} has {cluster.world}: give --cluster the "
+            "one that the plan was made for"
+        )
     measured = read_log(path, kind, plan, context)
     engine = ENGINES.get(FORMATS[kind].engine)
     software = software or SOFTWARE["eager" if engine is None else engine.code]
