@@ -83,7 +83,7 @@ MOST_LINES = {
     "launch": 2_144,
     "runs": 2_178,
     "data": 2_672,
-    "kernels": 22_433,
+    "kernels": 22_435,
     "comm": 11_361,
     "graph": 8_870,
     "model": 11_358,

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from tilemesh import kernels
 from tilemesh.kernels import context
+from tilemesh.kernels.adamw.reference import AdamW
 from tilemesh.kernels.launch import call, operator
 from tilemesh.kernels.launch.gpu import DESCRIBED
 from tilemesh.kernels.lowbit.codes import quantize
@@ -22,6 +23,7 @@ from tilemesh.kernels.lowbit_linear import some_rows, tokens
 from tilemesh.kernels.matmul import op
 from tilemesh.kernels.matmul.run import TilesRunner
 from tilemesh.kernels.scaled_matmul import kernel as scaled
+from tilemesh.kernels.scaled_matmul.reference import by_library
 
 MOST = 5
 """Times of torch's own call of a tiny product, which is 7 us where the products below are 9 to 20."""
@@ -71,7 +73,7 @@ def test_a_product_is_found_by_one_look_up(name: str, planned: list[object]) -> 
     with context.use(context.Context()), torch.no_grad():
         PRODUCTS[name]()
         plans = len(planned)
-        ours, torchs = (seconds(function) for function in (PRODUCTS[name], lambda: functional.linear(ROW, W)))
+        ours, torchs = seconds(PRODUCTS[name], lambda: functional.linear(ROW, W))
     assert len(planned) == plans
     assert ours < MOST * torchs, f"{1e6 * ours:.1f} us, torch {1e6 * torchs:.1f}"
 
@@ -94,12 +96,41 @@ def test_a_product_of_the_library_is_repeated_like_a_launch(
     torch.testing.assert_close(found, X @ W.t(), rtol=0.1, atol=1.5)
 
 
-def seconds(function: Callable[[], object]) -> float:
-    """Of a call: the processor's time for it in the quickest of many readings."""
-    readings = []
-    for _ in range(20):
-        begin = time.thread_time()
-        for _ in range(100):
-            function()
-        readings.append((time.thread_time() - begin) / 100)
-    return min(readings)
+def test_a_product_of_the_library_costs_little_beside_its_own_call(
+    planned: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its recording took views with their history, and named the overload: as long as the library's call again."""
+    monkeypatch.setattr(scaled, "library_is_quicker", lambda *_: True)
+    made = quantize(X[:1, :16], Scheme("fp8")), quantize(W[:16, :16], Scheme("fp8"))
+    given = (*(each.codes for each in made), *(each.scales for each in made))
+    with context.use(context.Context()), torch.no_grad():
+        ours, torchs = seconds(
+            lambda: kernels.scaled_matmul(*given, code="fp8"), lambda: by_library(*given, code="fp8")
+        )
+    assert ours < 1.9 * torchs, f"{1e6 * ours:.1f} us, torch {1e6 * torchs:.1f}"
+
+
+def test_a_step_of_adamw_asks_tensors_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether 64 tensors lie where they lay took 25 us, where a launch over all of them is 6."""
+    monkeypatch.setattr(call, "compiled", lambda *_, **__: times(call.Launched))
+    parameters, gradients, averages, squares = ([torch.randn(64) for _ in range(16)] for _ in range(4))
+    adamw = AdamW(parameters, averages, squares)
+    monkeypatch.setattr(adamw, "how", "triton")
+    rate, step = torch.tensor(1e-3), torch.tensor(10.0)
+    tensors = (*parameters, *gradients, *averages, *squares)
+    ours, asked = seconds(
+        lambda: adamw.step(gradients, rate=rate, step=step), lambda: [tensor.data_ptr() for tensor in tensors]
+    )
+    assert ours < 3.25 * asked, f"{1e6 * ours:.1f} us, the addresses {1e6 * asked:.1f}"
+
+
+def seconds(*functions: Callable[[], object]) -> list[float]:
+    """Of each call: the processor's time for it in the quickest of many readings, taken in turns."""
+    quickest = [float("inf") for _ in functions]
+    for _ in range(40):
+        for at, function in enumerate(functions):
+            begin = time.thread_time()
+            for _ in range(50):
+                function()
+            quickest[at] = min(quickest[at], (time.thread_time() - begin) / 50)
+    return quickest

@@ -69,7 +69,7 @@ class AdamW:
         self.how = implementation_of(implementation, parameters)
         self._groups: dict[tuple[object, ...], list[_Group]] = {}
         self._seen: set[tuple[object, ...]] = set()  # kinds of gradients that have passed the checks
-        self._stepped = [tensor for tensors in lists.values() for tensor in tensors]
+        self._stepped = list({id(tensor): tensor for tensors in lists.values() for tensor in tensors}.values())
         self._numbers: dict[float, Tensor] = {}  # on the device, where they are given beside tensors
         self._repeated: dict[tuple[object, ...], call.RepeatedLaunches] = {}
 
@@ -115,20 +115,19 @@ class AdamW:
 
         A rate or a step that is no tensor is copied to the device anew each time. A capture has tables of its own.
         """
-        rate, step, divisor = scalars
+        rate, step, _ = scalars
         if type(rate) is not Tensor or type(step) is not Tensor or self._is_capturing():
             return None
-        parts: list[object] = [rate.data_ptr(), rate.dtype, rate.shape, step.data_ptr(), step.dtype, step.shape]
-        if isinstance(divisor, Tensor):
-            parts += divisor.data_ptr(), divisor.dtype, divisor.shape
-        else:
-            parts.append(divisor)
-        for gradient in gradients:
-            if type(gradient) is not Tensor or not gradient.is_contiguous():
-                return None
-            parts += gradient.data_ptr(), gradient.dtype, gradient.shape, gradient.device
-        parts += [tensor.data_ptr() for tensor in self._stepped]
-        return tuple(parts)
+        # A method mapped over tensors takes half as long as a loop that asks each for everything.
+        if {*map(type, gradients)} != {Tensor} or not all(map(Tensor.is_contiguous, gradients)):
+            return None
+        parts = [
+            (value.data_ptr(), value.dtype, value.shape) if isinstance(value, Tensor) else value for value in scalars
+        ]
+        shapes = [gradient.shape for gradient in gradients]
+        dtypes = [gradient.dtype for gradient in gradients]
+        addresses, devices = map(Tensor.data_ptr, gradients), map(Tensor.get_device, gradients)
+        return (*parts, *shapes, *dtypes, *addresses, *devices, *map(Tensor.data_ptr, self._stepped))
 
     def _by_kernels(
         self, gradients: Sequence[Tensor], rate: float | Tensor, step: int | Tensor, divisor: float | Tensor

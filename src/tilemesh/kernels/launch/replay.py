@@ -32,7 +32,8 @@ _ALLOCATIONS = frozenset(
     )
 )
 
-_PRODUCTS = frozenset((_aten.mm.out, _aten._scaled_mm.out))
+# As users call them: naming the overload takes torch twice as long.
+_PRODUCTS = {_aten.mm.out: torch.mm, _aten._scaled_mm.out: torch._scaled_mm}
 
 Tensors = Sequence[Tensor | None]
 
@@ -71,10 +72,13 @@ class SlotView:
     strides: tuple[int, ...]
     offset_bytes: int
     dtype: torch.dtype
+    is_whole: bool
+    """Whether the slot has this shape and these strides itself."""
 
     def of(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.detach() if tensor.dtype is self.dtype else tensor.detach().view(self.dtype)
-        if not self.offset_bytes and tensor.shape == self.shape and tensor.stride() == self.strides:
+        if tensor.dtype is not self.dtype:
+            tensor = tensor.view(self.dtype)
+        if self.is_whole:
             return tensor
         begin = tensor.storage_offset() + self.offset_bytes // tensor.element_size()
         return tensor.as_strided(self.shape, self.strides, begin)
@@ -189,7 +193,7 @@ def _picker(places: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
 def _result(part: int | SlotView | None, slots: Sequence[Any]) -> Tensor | None:
     if part is None:
         return None
-    made: Tensor = slots[part] if isinstance(part, int) else part.of(slots[part.slot])
+    made: Tensor = slots[part] if isinstance(part, int) else part.of(slots[part.slot].detach())
     return made
 
 
@@ -235,7 +239,7 @@ class CallRecorder(TorchDispatchMode):
             out = (named or {})["out"]
             given = [value for value in arguments if isinstance(value, Tensor)]
             program = TorchProduct(
-                function, tuple(Tensor if isinstance(value, Tensor) else value for value in arguments)
+                _PRODUCTS[function], tuple(Tensor if isinstance(value, Tensor) else value for value in arguments)
             )
             self._add(program, [*given, out], [out])
         elif function.is_view:
@@ -285,9 +289,7 @@ class CallRecorder(TorchDispatchMode):
         view = self._view(result)
         if view is not None and self._slots[view.slot].dtype is not view.dtype:  # type: ignore[union-attr]
             return None  # node.cpp makes no such views
-        base = None if view is None or view.slot < len(self.tensors) else self._slots[view.slot]
-        whole = base is not None and (base.shape, base.stride()) == (result.shape, result.stride())
-        return view.slot if view is not None and whole and not view.offset_bytes else view
+        return view.slot if view is not None and view.is_whole and view.slot >= len(self.tensors) else view
 
     def _view(self, tensor: Tensor) -> SlotView | None:
         slot = self._slot_of.get(id(tensor))
@@ -302,7 +304,8 @@ class CallRecorder(TorchDispatchMode):
         if base is None or base.device != tensor.device:
             return None
         begin = tensor.data_ptr() - base.data_ptr()
-        return SlotView(slot, tuple(tensor.shape), tensor.stride(), begin, tensor.dtype)
+        is_whole = not begin and (tensor.shape, tensor.stride()) == (base.shape, base.stride())
+        return SlotView(slot, tuple(tensor.shape), tensor.stride(), begin, tensor.dtype, is_whole)
 
     def _allocation(self, slot: int) -> SlotAllocation:
         made = self._slots[slot]
