@@ -9,7 +9,7 @@ from tilemesh.comm import connect
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.linear import DENSE, LayerPlace, as_kind
 from tilemesh.parallel import Mesh, lay
-from tilemesh.parallel.tensor import Seams, vocabulary_loss
+from tilemesh.parallel.tensor import Passage, Seams, vocabulary_loss
 
 
 def exchanges_right() -> str:
@@ -32,9 +32,9 @@ def exchanges_right() -> str:
         seams = Seams(comm, sequence, tokens=5)
         plain = nn.Linear(4, 3, device="cuda", dtype=torch.float64)
         cut = as_kind(plain, DENSE)
-        cut.stand(LayerPlace(leave=seams.leave))
+        cut.stand(LayerPlace(leave=Passage(seams, "leave")))
         x = torch.randn(2, 5, 4, device="cuda", dtype=torch.float64, requires_grad=True)
-        y = cut(seams.enter(x))
+        y = cut(Passage(seams, "enter")(x))
         assert y.is_cuda
         torch.testing.assert_close(y, plain(x))
         (gradient,) = torch.autograd.grad(y.square().sum(), x)

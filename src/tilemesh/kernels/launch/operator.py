@@ -179,7 +179,7 @@ class _Operator:
         conditions = (options.served, options.gains if implementation == "auto" else None)
         if how != "torch" and not all(holds is None or holds(*values) for holds in conditions):
             how = "torch"
-        if how != "torch" and context.rehearsal.get() is not None:
+        if how != "torch" and not torch.compiler.is_compiling() and context.rehearsal.get() is not None:
             values = computation.telling(values, False)
             made = computation.run_forward_alone(launcher(how), values)
             return made[0] if computation.results == 1 else made[: computation.results]
