@@ -118,6 +118,29 @@ def test_answers_that_were_sent_ahead_keep_their_places(functions: Path) -> None
         )
 
 
+READS = """
+import subprocess, sys
+
+def score(prompt, answer, record):
+    if answer == "long":
+        return 10**400
+    return len(answer) + len(sys.stdin.read()) + len(subprocess.run(["cat"], capture_output=True).stdout)
+"""
+
+
+def test_a_verifier_that_reads_its_input_is_given_no_other_calls(tmp_path: Path) -> None:
+    """The calls after it are there, and whoever took one shifted the scores of those behind it by one."""
+    path = tmp_path / "reads.py"
+    path.write_text(READS)
+    verifier = Verifier(f"{path}:score", deadline_s=20.0)
+    try:
+        scored = verifier([("p", "a" * number, {}) for number in range(5)] + [("p", "long", {})])
+    finally:
+        verifier.close()
+    assert [each.parts.get("score") for each in scored] == [0, 1, 2, 3, 4, None]
+    assert "hundreds of digits" in scored[-1].failure
+
+
 ENVIRONMENT = """
 import json, pathlib
 def reply(prompt, turns, case):

@@ -30,10 +30,13 @@ def read_parts(value: Any) -> Scored:
     parts = value if isinstance(value, Mapping) else {MAIN: value}
     numbers = {}
     for name, part in parts.items():
-        is_number = isinstance(part, int | float) and not isinstance(part, complex)
-        if not is_number or not math.isfinite(part):
+        try:
+            number = float(part) if isinstance(part, int | float) else math.nan
+        except OverflowError:
+            return Scored({}, f"{name} is a whole number of hundreds of digits: expected one that a float can be")
+        if not math.isfinite(number):
             return Scored({}, f"{name} is {str(part)[:60]}: expected a number")
-        numbers[str(name)] = float(part)
+        numbers[str(name)] = number
     if MAIN not in numbers:
         return Scored({}, f"has no part '{MAIN}': expected a number, or numbers by name with that one among them")
     return Scored(numbers)

@@ -131,10 +131,13 @@ class FunctionProcess:
 
 
 def main(spec: str) -> int:
-    """Call with what comes on standard input. What the function prints goes to standard error."""
+    """Call with what comes on standard input. What the function prints goes to standard error; where it reads, there
+    is nothing: calls are not its, nor a process's that it starts."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which still asks for this step's answers
     replies = os.fdopen(os.dup(1), "wb")
+    calls = os.fdopen(os.dup(0))
     os.dup2(2, 1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
     def reply(value: Any) -> None:
         try:
@@ -157,7 +160,7 @@ def main(spec: str) -> int:
         reply(f"{type(error).__name__}: {error}")
         return 1
     reply("ready")
-    for line in sys.stdin:
+    for line in calls:
         try:
             reply({"value": function(*json.loads(line))})
         except Exception as error:
