@@ -104,6 +104,29 @@ def test_forms_are_found_from_templates() -> None:
     assert form_of("<tool_call> and no way to show any") is None
 
 
+@pytest.mark.parametrize("cut", [1, 3, 1000])
+def test_a_mark_of_reasoning_behind_content_is_content(cut: int) -> None:
+    text = "a < b <tool and <think>no</think> more"
+    assert read(text, cut, thinks=True) == [("content", text, 0)]
+
+
+@pytest.mark.parametrize("use", [USE, ToolUse((WEATHER, TIME), choice="required")])
+def test_arguments_are_json_whatever_the_numbers_and_letters(use: ToolUse) -> None:
+    """A number that no float holds became Infinity, and half of a pair of surrogates cannot be sent."""
+    text = '[{"name": "weather", "arguments": {"city": "\\ud800", "days": 8e849}}]'
+    text = text if use.must_call else f"<tool_call>{text}</tool_call>"
+    (call,) = whole_message(AnswerReader(use, HERMES), text)["tool_calls"]
+    arguments = call["function"]["arguments"]
+    arguments.encode()
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    assert json.loads(arguments, parse_constant=refuse) == {"city": "\ud800", "days": 1.7976931348623157e308}
+    nothing = whole_message(AnswerReader(USE, HERMES), text.replace("8e849", "NaN").strip("[]"))
+    assert "tool_calls" not in nothing
+
+
 def test_references_of_a_tool_hold_inside_of_the_list_of_calls() -> None:
     schema = ToolUse((TIME, WEATHER), "required").schema()
     assert schema["$defs"]["1"]["properties"]["city"] == {"$ref": "#/$defs/1/$defs/city"}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -236,6 +237,8 @@ class AnswerReader:
             if not head or _PYTHON_TAG.startswith(head):
                 return None
         places = [(at, mark) for mark in marks if (at := self._text.find(mark)) >= 0]
+        if not self._begun:  # reasoning comes first: behind content its mark is content, however the text was cut
+            places = [(at, mark) for at, mark in places if mark != _THINKS or not self._text[:at].strip()]
         if places:
             at, mark = min(places)
             before, self._text = self._text[:at], self._text[at + len(mark) :]
@@ -282,7 +285,7 @@ class AnswerReader:
             return
         for name, arguments in known if self._use.parallel else known[:1]:
             if self._use.parallel or not self.calls:
-                yield from self._call(name, json.dumps(arguments, ensure_ascii=False))
+                yield from self._call(name, _written(arguments))
 
     def _call(self, name: str, arguments: str) -> Iterator[AnswerDelta]:
         self.calls += 1
@@ -293,7 +296,7 @@ class AnswerReader:
 
 def _json_values(text: str) -> Iterator[Any]:
     """JSON values one after the other, with ; or blanks between them; nothing where one is not complete."""
-    decoder, at, values = json.JSONDecoder(), 0, []
+    decoder, at, values = json.JSONDecoder(parse_float=_finite, parse_constant=_refused), 0, []
     while at < len(text):
         if text[at] in "; \n\t\r":
             at += 1
@@ -304,6 +307,21 @@ def _json_values(text: str) -> Iterator[Any]:
             return
         values.append(value)
     yield from values
+
+
+def _finite(text: str) -> float:
+    """A number that is too large for a float, as the largest: Infinity is no JSON."""
+    return max(-sys.float_info.max, min(sys.float_info.max, float(text)))
+
+
+def _refused(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _written(arguments: Mapping[str, Any]) -> str:
+    text = json.dumps(arguments, ensure_ascii=False)
+    has_surrogates = any("\ud800" <= letter <= "\udfff" for letter in text)
+    return json.dumps(arguments) if has_surrogates else text  # half of a pair is JSON as an escape alone
 
 
 def _overlap(text: str, mark: str) -> int:

@@ -88,7 +88,11 @@ class _Document:
             inner["anyOf"] = inner.pop("oneOf")
             inner.pop("discriminator", None)
         if str(inner.get("format")) in _FORMATS:
-            inner.setdefault("pattern", _FORMATS[inner["format"]])
+            form = _FORMATS[inner["format"]]
+            if "pattern" in inner:
+                inner["allOf"] = [*inner.get("allOf", ()), {"type": "string", "pattern": form}]
+            else:
+                inner["pattern"] = form
         if "integer" in inner.get("type", ()) and "number" not in inner["type"]:
             most = _MOST_INTEGER + max(math.ceil(abs(inner.get(word, 0))) for word in _BOUNDS)
             inner = {"minimum": -most, "maximum": most, **inner}
