@@ -237,6 +237,21 @@ def test_a_planted_fault_is_found_and_named_before_the_second_step(
     assert len([line for line in latest(tmp_path / "run") if line["kind"] == STEP]) <= 1
 
 
+@pytest.mark.parametrize("is_planted", [True, False])
+def test_log_probabilities_are_compared_where_updates_take_those_of_the_engine(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_planted: bool
+) -> None:
+    """These were compared with themselves. Of two updates of a batch the first is by the weights that drew it."""
+    if is_planted:
+        raw_logprobs(monkeypatch)
+    config = load(start, sets=[*QUICK, "align.old=engine", "align.minibatches=2", "train.steps=4"])
+    with pytest.raises(RunError, match="log-probabilities of the engine") if is_planted else contextlib.nullcontext():
+        fit(config, start, run=tmp_path / "run")
+    lines = [line for line in latest(tmp_path / "run") if line["kind"] == STEP]
+    assert len(lines) == (0 if is_planted else 4)
+    assert all(line["mismatch"] < 1e-4 for line in lines[::2])
+
+
 def unequal_batches(patch: pytest.MonkeyPatch) -> None:
     """A replica leaves rows out by itself, and has a microbatch less than the other."""
     real = RolloutSource._microbatches

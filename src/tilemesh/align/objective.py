@@ -75,6 +75,7 @@ class FeedbackObjective:
             figures.logprob_N, figures.entropy_N, figures.value_N, old_N, wide[SAMPLED], wide[ADVANTAGE], wide[WEIGHT],
             torch.ones_like(old_N), floats_KN[SEQUENCE].long(), wide[REFERENCE] if align.has_reference else None,
             wide[OLD_VALUE] if has_critic else None, wide[RETURN] if has_critic else None,
+            figures.logprob_N.detach() if align.old == "engine" else None,
         )  # fmt: skip
         total, sums = policy_loss(row, tokens, align.correction, align.correction_most)
         return self._lowered(_routed(total, figures.router_loss), sums, len(old_N))

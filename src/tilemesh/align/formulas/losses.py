@@ -34,6 +34,8 @@ class PolicyTokens:
     reference_N: Tensor | None = None
     old_value_N: Tensor | None = None
     return_N: Tensor | None = None
+    trained_N: Tensor | None = None
+    """By the program that trains, where `old_N` is not: what that program is judged by."""
 
 
 FIGURES = ("policy", "kl", "entropy", "value", "clipped_low", "clipped_high", "mismatch", "old_kl")
@@ -70,7 +72,8 @@ def policy_loss(
         total = total + row.value_coefficient * value
     with torch.no_grad():
         low_N, high_N = clip_shares(log_ratio_N, tokens.advantage_N, row.clip_low, row.clip_high)
-        mismatch_N = (tokens.old_N - tokens.sampled_N).abs()
+        trained_N = tokens.old_N if tokens.trained_N is None else tokens.trained_N
+        mismatch_N = (trained_N - tokens.sampled_N).abs()
         old_kl_N = ESTIMATORS["k3"](tokens.logprob_N, tokens.old_N)
         counted = [(tokens.share_N * value_N).sum() for value_N in (low_N, high_N, mismatch_N, old_kl_N)]
         figures = torch.stack([part.detach() for part in (policy, kl, entropy, value, *counted)])
