@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -139,6 +140,37 @@ def test_a_verifier_that_reads_its_input_is_given_no_other_calls(tmp_path: Path)
         verifier.close()
     assert [each.parts.get("score") for each in scored] == [0, 1, 2, 3, 4, None]
     assert "hundreds of digits" in scored[-1].failure
+
+
+STARTS = """
+import pathlib, subprocess, time
+
+def score(prompt, answer, record):
+    child = subprocess.Popen(["sleep", "333"])
+    pathlib.Path(prompt).write_text(str(child.pid))
+    time.sleep(333)
+"""
+
+
+def test_what_a_verifier_started_ends_with_it(tmp_path: Path) -> None:
+    """Behind its deadline: otherwise each call that is too slow leaves a process behind."""
+    path, note = tmp_path / "starts.py", tmp_path / "child"
+    path.write_text(STARTS)
+    verifier = Verifier(f"{path}:score", deadline_s=5.0)
+    (scored,) = verifier([(str(note), "a", {})])
+    assert "no answer within 5 s" in scored.failure
+    deadline = time.monotonic() + 10
+    while _is_running(int(note.read_text())) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _is_running(int(note.read_text()))
+
+
+def _is_running(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"  # what has no parent is taken away by the system, when it gets round to it
 
 
 ENVIRONMENT = """

@@ -111,7 +111,9 @@ class FunctionProcess:
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             command = [sys.executable, "-m", "tilemesh.launch.function", self._spec]
-            self._process, self._left = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE), b""
+            self._process, self._left = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            ), b""  # fmt: skip
             line = self._line(_START_S)
             if not line or json.loads(line) != "ready":
                 self.close()
@@ -121,7 +123,8 @@ class FunctionProcess:
 
     def close(self) -> None:
         if self._process is not None:
-            self._process.kill()
+            with contextlib.suppress(ProcessLookupError):  # with what it started, which may never end
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             for pipe in (self._process.stdin, self._process.stdout):
                 if pipe is not None:
