@@ -326,6 +326,8 @@ def test_what_would_add_in_another_order_is_no_exact_mode(start: Path) -> None:
         made(start, "align.invariant=true", mesh="tp=4")
     with pytest.raises(UsageError, match=r"align\.invariant.*align\.placement=colocated"):
         made(start, "align.invariant=true", "align.placement=split", mesh="tp=2")
+    with pytest.raises(UsageError, match=r"align\.invariant.*lora\.rank=0"):
+        made(start, "align.invariant=true", "lora.rank=4")
 
 
 def test_the_engines_own_log_probabilities_may_be_the_old_ones(start: Path, tmp_path: Path) -> None:

@@ -95,7 +95,8 @@ class FeedbackConfig:
     """The largest importance weight."""
     invariant: bool = False
     """Whether the engine and training compute a token's log-probability by the same bits, whatever is beside it: the
-    first ratio is then exactly 1 (at temperature 1, without filters, in fp32 or bf16-master, tp at most 2)."""
+    first ratio is then exactly 1 (at temperature 1, without filters, in fp32 or bf16-master, tp at most 2, no
+    adapters)."""
     dtype: str = ""
     """Of the engine's weights: fp32, bf16, fp16 or fp64; empty: bf16 on a GPU where training computes in it, else that
     of the training weights, whose memory is then shared."""
@@ -413,6 +414,9 @@ CONFLICTS: tuple[Conflict[AlignConfig], ...] = (
     row("align.invariant align.rollout_tp plan.tp", lambda config: config.align.invariant
         and (config.align.rollout_tp or config.plan.tp) != config.plan.tp,
         "sums over more or fewer ranks are other bits", "align.rollout_tp=none"),
+    row("align.invariant", lambda config: config.align.invariant and config.training.lora.rank > 0,
+        "the engine multiplies by merged weights, and training by the base and its adapters: sums of other parts",
+        "lora.rank=0"),
     row("align.invariant plan.tp", lambda config: config.align.invariant and config.plan.tp > 2,
         "a sum of more than two parts depends on their order, which an exchange chooses by its size", "plan.tp=2"),
     row("align.invariant align.placement plan.tp",
