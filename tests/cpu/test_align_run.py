@@ -331,13 +331,16 @@ def test_what_would_add_in_another_order_is_no_exact_mode(start: Path) -> None:
 
 
 def test_the_engines_own_log_probabilities_may_be_the_old_ones(start: Path, tmp_path: Path) -> None:
-    """With one program for both, these are the same numbers; with two, as near as rounding is."""
+    """With one program for both, these are the same numbers; with two, as near as rounding is.
+
+    A batch's later updates have weights of their own, which nothing of the engine's is to be compared with.
+    """
     config = ("align.epochs=2", "align.invariant=true")
     first, second = (
         steps_of(fit(made(start, *config, f"align.old={old}"), start, run=tmp_path / old).folder)
         for old in ("trainer", "engine")
     )
-    assert [line["mismatch"] for line in second] == [0] * 4
+    assert [line.get("mismatch") for line in second] == [0, None, 0, None]
     for ours, theirs in zip(first, second, strict=True):
         assert ours["reward"] == theirs["reward"]
         assert ours["norm"] == pytest.approx(theirs["norm"], rel=1e-3)

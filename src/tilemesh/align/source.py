@@ -184,7 +184,9 @@ class RolloutSource(Source):
         seconds, self._timed.seconds = self._timed.seconds, {}
         # By the same weights: those of the engine are the trained ones until their first update.
         is_first = inner == 0 or self.align.old == "trainer"
-        if is_first and (batch.rollout.first_version > batch.number * self.align.steps_per_batch).all():
+        if not is_first:
+            del figures["mismatch"]
+        elif (batch.rollout.first_version > batch.number * self.align.steps_per_batch).all():
             checks.check_mismatch(figures["mismatch"], next(self.laid.module.parameters()).dtype, self.config)
         phases = {f"seconds/{phase}": taken for phase, taken in seconds.items()}
         return {**figures, **self._batch_figures(batch, number), **phases, **held}
