@@ -93,7 +93,7 @@ MOST_LINES = {
     "compress": 1_834,
     "train": 9_328,
     "serve": 10_116,
-    "align": 4_374,
+    "align": 4_383,
     "report": 6_362,
     "bench": 9_280,
     "cli": 6_934,

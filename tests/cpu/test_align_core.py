@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -370,6 +371,117 @@ def test_preference_losses_are_their_papers() -> None:
         for a, b in zip(*map(Tensor.tolist, scores), strict=True)
     ]
     assert preferences.bradley_terry(*scores, margin=0.1, centre=0.01).tolist() == pytest.approx(expected, abs=1e-6)
+
+
+# Extremes -------------------------------------------------------------------------------------------------------------
+
+DTYPES = (torch.float32, torch.float64)
+FAR = (-2000.0, -709.0, -88.0, -44.0, -0.1, 0.0, 0.1, 1.0, 44.0, 88.0, 89.0, 709.0, 710.0, 2000.0)
+"""Log ratios, or what two log-probabilities differ by; e to 88.7 is the largest number of fp32."""
+
+
+def value_and_slope(loss: Any, at: Sequence[float], dtype: torch.dtype) -> tuple[list[float], list[float]]:
+    """Of a loss per element, by its first argument."""
+    x = torch.tensor(at, dtype=dtype, requires_grad=True)
+    value = loss(x)
+    (slope,) = torch.autograd.grad(value.sum(), x, allow_unused=True)
+    return value.tolist(), slope.tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("advantage", [-2.0, 0.0, 2.0])
+@pytest.mark.parametrize("dual", [0.0, 3.0])
+def test_surrogates_far_from_1(dtype: torch.dtype, advantage: float, dual: float) -> None:
+    """Against their definitions in float64, with ratios up to the root of the largest number."""
+    most, paid = math.log(torch.finfo(dtype).max) / 2, torch.tensor(advantage, dtype=dtype)
+    for name, surrogate in SURROGATES.items():
+        values, slopes = value_and_slope(lambda x, f=surrogate: f(x, x, paid, 0.2, 0.3, dual), FAR, dtype)
+        for log_ratio, value, slope in zip(FAR, values, slopes, strict=True):
+            ratio = math.exp(min(log_ratio, most))
+            kept = min(max(ratio, 0.8), 1.3)
+            counted = min(ratio, dual) if dual else ratio
+            is_held = ratio > 1.3 if advantage > 0 else ratio < 0.8 or counted < ratio
+            expected = {
+                "plain": (advantage * log_ratio, advantage),
+                "clip": (min(counted * advantage, kept * advantage), 0.0 if is_held else ratio * advantage),
+                "weight": (kept * advantage * log_ratio, kept * advantage),
+            }[name]
+            assert (value, slope) == pytest.approx([-each for each in expected], rel=1e-4, abs=1e-6), (name, log_ratio)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_estimators_and_corrections_far_from_0(dtype: torch.dtype) -> None:
+    most, none = math.log(torch.finfo(dtype).max) / 2, torch.zeros(len(FAR), dtype=dtype)
+    for name, estimator in ESTIMATORS.items():
+        values, slopes = value_and_slope(lambda x, f=estimator: f(x, none), FAR, dtype)
+        for apart, value, slope in zip(FAR, values, slopes, strict=True):
+            ratio = math.exp(min(-apart, most))
+            expected = {"k1": (apart, 1.0), "k2": (apart**2 / 2, apart), "k3": (ratio + apart - 1, 1 - ratio)}[name]
+            assert (value, slope) == pytest.approx(expected, rel=1e-4, abs=1e-5), (name, apart)
+    far = torch.tensor(FAR, dtype=dtype)
+    for name, correction in CORRECTIONS.items():
+        expected = [min(math.exp(min(x, 9)), 2.0) if x <= math.log(2) or name == "truncate" else 0.0 for x in FAR]
+        assert correction(far, 2.0).tolist() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", [*ALGORITHMS])
+@pytest.mark.parametrize("ratio", [*RATIOS])
+def test_policy_losses_stay_finite_whatever_the_weights(name: str, ratio: str) -> None:
+    """Tokens and whole answers that are e to 2000 times likelier than they were, or less likely."""
+    for advantage in (-1.0, 0.0, 1.0):
+        for estimator in ESTIMATORS:
+            row = dataclasses.replace(
+                ALGORITHMS[name], ratio=ratio, kl="loss", kl_coefficient=0.1, estimator=estimator,
+                value_coefficient=0.1, entropy_coefficient=0.1,
+            )  # fmt: skip
+            tokens = Drawn(3).packed(row.weighting)
+            count = len(tokens.old_N)
+            far = torch.tensor([FAR[place % len(FAR)] for place in range(count)])
+            single = {key: None if each is None else each.float() for key, each in vars(tokens).items()}
+            single |= {"sequence_N": tokens.sequence_N, "advantage_N": torch.full((count,), advantage)}
+            gradients = {key: single[key].detach().requires_grad_() for key in ("logprob_N", "entropy_N", "value_N")}
+            single |= gradients | {"old_N": gradients["logprob_N"].detach() - far, "reference_N": far - 2001}
+            total, figures = policy_loss(row, PolicyTokens(**single), "truncate")
+            total.backward()
+            assert total.isfinite()
+            assert figures.isfinite().all()
+            assert all(each.grad.isfinite().all() for each in gradients.values())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_preference_losses_of_the_surest_and_the_least_likely_answers(dtype: torch.dtype) -> None:
+    """Against their definitions with 400 digits. A probability that rounds to 1 is the largest below it."""
+    mp = pytest.importorskip("mpmath").mp
+    below_1, beta = -torch.finfo(dtype).eps / 2, 0.3
+
+    def log_sigmoid(x: Any) -> Any:
+        return -mp.log(1 + mp.exp(-x))
+
+    def log_odds(x: Any) -> Any:
+        return x - mp.log(1 - mp.exp(x))
+
+    definitions = {
+        "dpo": lambda a, b: -log_sigmoid(beta * (a - b) - 0.2),
+        "ipo": lambda a, b: (a - b - 1 / (2 * beta)) ** 2,
+        "kto": lambda a, b: (1 - mp.exp(log_sigmoid(beta * (a - 0.2))) + 1 - mp.exp(log_sigmoid(beta * (0.2 - b)))) / 2,
+        "orpo": lambda a, b: -a - beta * log_sigmoid(log_odds(a) - log_odds(b)),
+        "simpo": lambda a, b: -log_sigmoid(beta * (a - b) - 0.2),
+    }
+    assert definitions.keys() == preferences.PAIR_LOSSES.keys()
+    sure = [0.0, below_1, -1e-3, -1.0, -90.0, -300.0]
+    pairs = [(a, b) for a in sure for b in sure]
+    none, one = torch.zeros(len(pairs), dtype=dtype), torch.ones(len(pairs), dtype=dtype)
+    with mp.workdps(400):
+        for name, loss in preferences.PAIR_LOSSES.items():
+            both = torch.tensor(pairs, dtype=dtype, requires_grad=True)
+            value = loss(*(preferences.Side(both[:, side], none, one) for side in (0, 1)), beta, 0.2)
+            (slope,) = torch.autograd.grad(value.sum(), both)
+            for place, pair in enumerate(pairs):
+                at = tuple(mp.mpf(min(each, below_1)) for each in pair)
+                slopes = (mp.diff(definitions[name], at, order) for order in ((1, 0), (0, 1)))
+                expected = [float(each) for each in (definitions[name](*at), *slopes)]
+                found = [float(value[place]), *slope[place].tolist()]
+                assert found == pytest.approx(expected, rel=1e-4, abs=1e-6), (name, pair)
 
 
 # Rollouts -------------------------------------------------------------------------------------------------------------

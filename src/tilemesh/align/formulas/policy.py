@@ -6,6 +6,7 @@ N: trained tokens, one sequence after the other; `sequence_N` says which sequenc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -52,6 +53,13 @@ def _sums(values_N: Tensor, sequence_N: Tensor) -> tuple[Tensor, Tensor]:
     return total_S, torch.bincount(sequence_N, minlength=sequences).clamp(min=1).to(values_N)
 
 
+def _finite_exp(values_N: Tensor) -> Tensor:
+    """e to these, up to the root of the largest number there is: it and its gradient then have finite squares, and
+    where another term is taken no gradient of this one is NaN."""
+    most = math.log(torch.finfo(values_N.dtype).max) / 2
+    return (values_N - (values_N.detach() - most).clamp(min=0)).exp()
+
+
 def sequence_sums(values_N: Tensor, sequence_N: Tensor, sequences: int) -> Tensor:
     """Of each sequence the sum over its tokens."""
     return values_N.new_zeros(sequences).index_add(0, sequence_N, values_N)
@@ -73,7 +81,7 @@ def clipped(
 ) -> Tensor:
     """PPO's, with a bound for each direction (DAPO); `dual`: where the advantage is negative the ratio counts for at
     most so much (0: no such bound)."""
-    ratio_N = log_ratio_N.exp()
+    ratio_N = _finite_exp(log_ratio_N)
     bounded_N = ratio_N.clamp(1 - low, 1 + high)
     if dual:
         ratio_N = ratio_N.clamp(max=dual)
@@ -115,7 +123,7 @@ def k2(logprob_N: Tensor, reference_N: Tensor) -> Tensor:
 def k3(logprob_N: Tensor, reference_N: Tensor) -> Tensor:
     """Unbiased and never negative; in a loss its gradient is that of the KL in the other direction."""
     difference_N = reference_N - logprob_N
-    return difference_N.exp() - difference_N - 1
+    return _finite_exp(difference_N) - difference_N - 1
 
 
 ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}

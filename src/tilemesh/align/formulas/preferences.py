@@ -61,8 +61,9 @@ def simpo(chosen: Side, rejected: Side, beta: float, margin: float) -> Tensor:
 
 
 def _log_of_rest(logprob_P: Tensor) -> Tensor:
-    """log(1 - p), also where p is nearly 1."""
-    return torch.log(-torch.expm1(logprob_P))
+    """log(1 - p), also where p is nearly 1: one that rounds to 1 counts as the largest below it."""
+    over_P = (logprob_P.detach() + torch.finfo(logprob_P.dtype).eps / 2).clamp(min=0)
+    return torch.log(-torch.expm1(logprob_P - over_P))
 
 
 PAIR_LOSSES: dict[str, PairLoss] = {"dpo": dpo, "ipo": ipo, "kto": kto, "orpo": orpo, "simpo": simpo}
