@@ -58,6 +58,14 @@ BOTH = [*ULM, ("call", "time", 1), ("arguments", "{}", 1)]
          [("content", f"<tool_call>{CALL}</tool_call>".replace("weather", "other"), 0)]),
         (MISTRAL, f'[TOOL_CALLS][{CALL}, {{"name": "time", "arguments": {{}}}}]', BOTH),
         (MISTRAL, "Hello [TOOL", [("content", "Hello [TOOL", 0)]),
+        (MISTRAL, 'Sure.[TOOL_CALLS]weather[ARGS]{"city": "Ulm"}', [("content", "Sure.", 0), *ULM]),
+        (MISTRAL, '[TOOL_CALLS]weather[ARGS]{"city": "Ulm"}[TOOL_CALLS]time[ARGS]{}', BOTH),
+        (MISTRAL, '[TOOL_CALLS]weather{"city": "Ulm"}\n[TOOL_CALLS]time{}', BOTH),
+        (MISTRAL, '[TOOL_CALLS]weather[CALL_ID]a1b2c3d4e[ARGS]{"city": "Ulm"}', ULM),
+        (MISTRAL, '[TOOL_CALLS]weather[ARGS]{"city": "a[TOOL_CALLS]time[ARGS]{}"}',
+         [ULM[0], ("arguments", '{"city": "a[TOOL_CALLS]time[ARGS]{}"}', 0)]),
+        (MISTRAL, "[TOOL_CALLS]other[ARGS]{}", [("content", "[TOOL_CALLS]other[ARGS]{}", 0)]),
+        (MISTRAL, '[TOOL_CALLS]time[ARGS]{"a', [("content", '[TOOL_CALLS]time[ARGS]{"a', 0)]),
         (LLAMA, CALL.replace("arguments", "parameters"), ULM),
         (LLAMA, f'<|python_tag|>{CALL}; {{"name": "time", "arguments": {{}}}}'.replace("argument", "parameter"), BOTH),
         (LLAMA, '{"a": 3}', [("content", '{"a": 3}', 0)]),
@@ -104,6 +112,27 @@ def test_forms_are_found_from_templates() -> None:
     assert form_of("<tool_call> and no way to show any") is None
 
 
+TAG = "</tool_call>"
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 7, 12, 1000])
+@pytest.mark.parametrize(
+    "text", [TAG, f'a\\"{TAG}\\\\', f'{TAG}"}} <tool_call>{{"'.replace('"', '\\"'), f"{TAG}{TAG} \\\\"]
+)
+def test_the_mark_that_closes_a_call_may_stand_in_an_argument(text: str, cut: int) -> None:
+    first = ("arguments", f'{{"city": "{text}"}}', 0)
+    told = f"<tool_call>{CALL.replace('Ulm', text)}{TAG}\n<tool_call>{CALL}{TAG} x"
+    ulm = [(kind, more, 1) for kind, more, _ in ULM]
+    assert read(told, cut) == [ULM[0], first, *ulm, ("content", "x", 0)]
+
+
+@pytest.mark.parametrize("cut", [1, 5, 1000])
+@pytest.mark.parametrize("broken", ['{"name": "weather}', "no", '{"name": "weather", "arguments": {"city": }}'])
+def test_a_call_behind_a_broken_one_is_read(broken: str, cut: int) -> None:
+    told = f"<tool_call>{broken}{TAG}<tool_call>{CALL}{TAG}"
+    assert read(told, cut) == [("content", f"<tool_call>{broken}{TAG}", 0), *ULM]
+
+
 @pytest.mark.parametrize("cut", [1, 3, 1000])
 def test_a_mark_of_reasoning_behind_content_is_content(cut: int) -> None:
     text = "a < b <tool and <think>no</think> more"
@@ -131,6 +160,10 @@ def test_references_of_a_tool_hold_inside_of_the_list_of_calls() -> None:
     schema = ToolUse((TIME, WEATHER), "required").schema()
     assert schema["$defs"]["1"]["properties"]["city"] == {"$ref": "#/$defs/1/$defs/city"}
     assert (schema["minItems"], schema["maxItems"]) == (1, 8)
+    told = {"enum": [{"$ref": "#/a"}], "default": {"$ref": "#/b"}, "properties": {"default": {"$ref": "#/c"}}}
+    named = {"type": "function", "function": {"name": "f", "parameters": told}}
+    moved = ToolUse((named,), "required").schema()["$defs"]["0"]
+    assert moved == {**told, "properties": {"default": {"$ref": "#/$defs/0/c"}}}  # constants are no references
     assert ToolUse((WEATHER,), "required", parallel=False).schema()["maxItems"] == 1
 
 

@@ -24,6 +24,8 @@ _MOST_CALLS = 8
 """In one answer that must call."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _THINKS, _THOUGHT = "<think>", "</think>"
+_CONSTANTS = ("const", "default", "enum", "examples")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
 
 
 class ToolForm(NamedTuple):
@@ -43,6 +45,9 @@ FORMS = (
 )
 """Hermes and Qwen; Mistral; Llama 3, whose answer begins with { or <|python_tag|>."""
 _PYTHON_TAG = "<|python_tag|>"
+_NAME_BEFORE = re.compile(r"(?:\[TOOL_CALLS\]\s*)?([A-Za-z0-9_-]{1,64})(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
+"""Of a call whose arguments alone are JSON: Mistral's since its tokenizers of version 11."""
+_ESCAPED = re.compile(r"\\.", re.DOTALL)
 
 
 def form_of(template: str) -> ToolForm | None:
@@ -111,14 +116,16 @@ class ToolUse:
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def _moved(schema: Any, to: str) -> Any:
-    """A schema whose references hold where it lies inside of another."""
+def _moved(schema: Any, to: str, named: bool = False) -> Any:
+    """A schema whose references hold where it lies inside of another. `named`: schemas by name, not one."""
     if isinstance(schema, list):
         return [_moved(value, to) for value in schema]
     if not isinstance(schema, Mapping):
         return schema
+    if isinstance(reference := schema.get("$ref"), str) and reference[:1] == "#":
+        schema = {**schema, "$ref": to + reference[1:]}
     return {
-        key: to + value[1:] if key == "$ref" and isinstance(value, str) and value[:1] == "#" else _moved(value, to)
+        key: value if key in _CONSTANTS and not named else _moved(value, to, key in _NAMED and not named)
         for key, value in schema.items()
     }
 
@@ -188,6 +195,7 @@ class AnswerReader:
         self._text = ""
         self._begun = False  # whether there was content
         self._skips = False  # blanks that come next: behind reasoning and calls they are no content
+        self._searched = self._quotes = 0  # of a call: where to look for its end, and the quotes before
         self.calls = 0
 
     def add(self, text: str, last: bool = False) -> Iterator[AnswerDelta]:
@@ -215,9 +223,9 @@ class AnswerReader:
         """What is sure of the text so far; None: nothing more before more comes."""
         if self._state == "call":
             assert self._form is not None
-            end = self._text.find(self._form.closes) if self._form.closes else -1
-            if end < 0:
+            if (end := self._call_end(last)) < 0:
                 return None
+            self._searched = self._quotes = 0
             inside, after = self._text[:end], self._text[end + len(self._form.closes) :]
             whole = self._form.opens + inside + self._form.closes
             self._text, self._state = after, "content"
@@ -253,6 +261,16 @@ class AnswerReader:
             return None
         before, self._text = self._text[:sure], self._text[sure:]
         return list(self._flush(before))
+
+    def _call_end(self, last: bool) -> int:
+        """Where a call's closing mark stands: in a string of its JSON it is none, if that is JSON. -1: later."""
+        closes = self._form.closes if self._form is not None else ""
+        while closes and (end := self._text.find(closes, self._searched)) >= 0:
+            self._quotes += _ESCAPED.sub("", self._text[self._searched : end]).count('"')
+            self._searched = end + len(closes)
+            if self._quotes % 2 == 0:
+                return end if any(_json_values(self._text[:end].strip())) else self._text.find(closes)
+        return self._text.find(closes) if closes and last else -1
 
     def _marks(self) -> list[str]:
         if self._state == "reasoning":
@@ -295,17 +313,19 @@ class AnswerReader:
 
 
 def _json_values(text: str) -> Iterator[Any]:
-    """JSON values one after the other, with ; or blanks between them; nothing where one is not complete."""
+    """JSON values one after the other, with ; or blanks between them; nothing where one is not complete. One behind a
+    tool's name is the arguments of its call."""
     decoder, at, values = json.JSONDecoder(parse_float=_finite, parse_constant=_refused), 0, []
     while at < len(text):
         if text[at] in "; \n\t\r":
             at += 1
             continue
+        name = _NAME_BEFORE.match(text, at)
         try:
-            value, at = decoder.raw_decode(text, at)
+            value, at = decoder.raw_decode(text, name.end() if name else at)
         except (ValueError, RecursionError):
             return
-        values.append(value)
+        values.append({"name": name[1], "arguments": value} if name else value)
     yield from values
 
 
