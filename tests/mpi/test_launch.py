@@ -212,6 +212,16 @@ def test_a_progress_bar_a_long_line_and_an_unended_one_all_arrive() -> None:
     assert lines[-1] == "end"
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_may_choose_the_encoding_of_what_it_prints(transport: str, tmp_path: Path) -> None:
+    said, script = Said(), tmp_path / "speak.py"
+    lines = ["import sys", "for stream in (sys.stdout, sys.stderr):", "    stream.reconfigure(encoding='utf-8')"]
+    script.write_text("\n".join([*lines, "    print('5 µs', file=stream)"]))
+    outcome = launch([str(script)], ranks=1, transport=transport, sink=said)
+    assert outcome.failure is None
+    assert (said.of(0, "out"), said.of(0, "err")) == (["5 µs"], ["5 µs"])
+
+
 def test_a_rank_that_exits_with_words_is_quoted(tmp_path: Path) -> None:
     script = tmp_path / "bad.py"
     script.write_text("import sys; sys.exit('no data here')")

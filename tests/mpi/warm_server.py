@@ -122,6 +122,7 @@ def run(request: Request, executable: str) -> None:
     # Anew: the server's own have looked at what they are connected to.
     sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
     sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace")
+    sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # kept, as in a fresh process: else replacing one closes it
     first, *rest = request["arguments"]
     is_unbuffered = first == "-u"
     if is_unbuffered:

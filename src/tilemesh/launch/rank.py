@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import io
 import math
 import os
 import runpy
@@ -173,6 +174,9 @@ def _join_launcher(job: Path, member: Membership) -> None:
         if pipe != number:
             os.dup2(pipe, number)
             os.close(pipe)
+        # Made anew: Python looked whether one can seek in it when it was something else, and `reconfigure` would.
+        before, raw = getattr(sys, f"std{stream}"), io.FileIO(number, "w", closefd=False)
+        setattr(sys, f"std{stream}", io.TextIOWrapper(raw, before.encoding, before.errors, write_through=True))
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)  # one group a rank: whatever it starts ends with it
     die_with_parent()
