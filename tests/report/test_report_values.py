@@ -233,6 +233,9 @@ def test_a_bucket_of_no_numbers_breaks_the_line() -> None:
     assert [one.mean for one in found] == [2.0, None, None, 2.0]
     assert sum(one.bad for one in found) == 2
     assert series.buckets([]) == []
+    sparse = series.buckets([(step, 1.0) for step in (*range(10, 400, 10), *range(500, 900, 10))], 20)
+    assert len(sparse) <= 21
+    assert [bucket.first for bucket in sparse if not bucket.follows] == [10, 500], "one gap, where steps are missing"
 
 
 def test_axes_have_round_ticks() -> None:

@@ -198,8 +198,8 @@ def _some(values: Sequence[T], most: int) -> Sequence[T]:
 
 def overlay(title: str, unit: str, key: str, runs: Sequence[Run], names: Sequence[str], *, zero: bool) -> Html:
     """A figure of several runs over their steps, one line each."""
-    # What is measured every so many steps has no gaps between.
-    apart = 10**9 if key == "held_out" else 1
+    # The held-out loss is measured at the last step too, and when a run was asked to.
+    apart = 10**9 if key == "held_out" else None
     drawn = [series.buckets(run.figure(key), apart=apart) for run in runs]
     values = [value for each in drawn for value in series.ends(each)]
     if not values:
