@@ -617,7 +617,7 @@ def test_a_closed_engine_has_told_everyone_and_takes_nothing(small: ServedModel)
     engine.submit([1], Sampling(max_tokens=40, ignore_eos=True), heard.append)
     engine.close()
     assert heard[-1].finish is FinishReason.ABORT
-    with pytest.raises(RunError, match="closed"):
+    with pytest.raises(RunError, match="read all that `generate` gives, inside of its `with`"):
         engine.submit([1], Sampling(), heard.append)
     drained: list[AnswerPart] = []
     engine = Engine(small, pages=40)

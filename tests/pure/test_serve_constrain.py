@@ -366,6 +366,20 @@ TREE = {
             ['{"a":"2024-02-01","i":null}'],
             ['{"a":"2024-02-01","i":1}'],
         ),
+        (
+            {"type": "string", "format": "uri-reference"},
+            ['"https://a.b:80/c%20d/?q=1#x"', '"/a/b.txt"', '"../a"', '"?a"', '"mailto:a@b"', '""'],
+            ['"a b"', '"http://[x"', '"%zz"', '"1:a"', '"a\\\\b"', '"a#b#c"', '"http://a:b"'],
+        ),
+        ({"type": "string", "format": "iri"}, ['"http://a.b/c"'], ['"a"', '"http://a b"']),
+        ({"type": "string", "format": "idn-email"}, ['"a@b.de"'], ['"a"']),
+        ({"type": "string", "format": "json-pointer"}, ['""', '"/a~1b/0"'], ['"a"', '"/~2"']),
+        ({"type": "string", "format": "iri-reference", "pattern": "^a"}, ['"a/b"'], ['"b"', '"a b"']),
+        *(
+            ({"type": "string", "format": form, "maxLength": 3}, ['"(a"'], ["1", '"abcd"'])
+            for form in ("password", "byte", "binary", "int64", "regex")
+        ),
+        ({"type": "integer", "format": "int32"}, ["7"], ["7.5"]),
         ({"type": "string", "format": "ipv4"}, ['"127.0.0.1"', '"255.255.255.255"'], ['"256.1.1.1"', '"1.1.1"']),
         (
             {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 2},
@@ -398,7 +412,7 @@ def test_a_schema_accepts_what_it_should(schema: Any, good: list[str], bad: list
         ({"$ref": "#"}, "no text at all"),
         (False, "some text"),
         (3, "expected a schema"),
-        ({"type": "string", "format": "idn-email"}, "format"),
+        ({"type": "string", "format": 3}, "format"),
         ({"type": "string", "pattern": "(?=a)"}, "look-around"),
         ({"type": "string", "minLength": -1}, "minLength"),
         ({"type": "integer", "minimum": 3, "maximum": 2}, "Unsatisfiable"),

@@ -36,7 +36,7 @@ def test_every_field_arrives() -> None:
         "logprobs": 2, "presence_penalty": 0.1, "frequency_penalty": 0.2, "repetition_penalty": 1.1,
         "logit_bias": {"5": -1}, "echo": True, "stop_token_ids": [9], "ignore_eos": True, "priority": 3,
         "deadline_s": 2.5,
-        "best_of": 1, "suffix": "", "response_format": {"type": "text"}, "regex": "a+",
+        "best_of": 1, "suffix": "", "response_format": {"type": "text"}, "regex": "a+", "service_tier": "default",
     }  # fmt: skip
     assert set(body) == set(known_fields(chat=False))
     sampling = Sampling(
@@ -110,6 +110,8 @@ CHAT = {"messages": [{"role": "user", "content": "a"}]}
         (False, {"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options", "include_usage"),
         (False, {"prompt": "a", "priority": 1000}, "priority", "between -100 and 100"),
         (False, {"prompt": "a", "suffix": "b"}, "suffix", "only '' is served here"),
+        (True, {**CHAT, "best_of": 2}, "best_of", "'best_of' is not served here: leave it out"),
+        (True, {**CHAT, "service_tier": "flex"}, "service_tier", "only 'auto' or 'default' is served"),
         (False, {"prompt": "a", "best_of": True}, "best_of", "only 1 is served here"),
         (False, {"prompt": "a", "max_tokens": 0}, "max_tokens", "max_tokens is 0"),
         (True, {**CHAT, "tools": [{"type": "function"}]}, "tools", "tools[0] is"),
@@ -170,6 +172,14 @@ def test_harmless_fields_are_accepted_and_named() -> None:
     expected = ("messages.name", "user", "store", "metadata", "stream_options.include_obfuscation")
     assert sorted(asked.ignored) == sorted(expected)
     assert asked == read_chat({"messages": [{"role": "user", "content": "a"}], "stream": True})
+    said = {"role": "assistant", "content": "a", "annotations": [{"type": "url_citation"}]}
+    asked = read_chat({"messages": [said], "service_tier": "auto", "prompt_cache_retention": "24h"})
+    assert sorted(asked.ignored) == ["messages.annotations", "prompt_cache_retention", "service_tier"]
+    schema = {"properties": {"a": {"format": "password"}, "format": {"format": "date"}, "c": {"format": "password"}}}
+    told = {"type": "json_schema", "json_schema": {"schema": schema}}
+    assert read_chat({"messages": [said | {"annotations": []}], "response_format": told}).ignored == (
+        "format: password",
+    )
 
 
 def test_a_prompt_is_scored_without_an_answer() -> None:

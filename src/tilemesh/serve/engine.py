@@ -214,7 +214,9 @@ class Engine(PromptTaker):
         constraint = self._constraints.get(sampling.regex, sampling.json_schema)
         with self._lock:
             if self._closing:
-                raise RunError("the engine is closed, or closing: it takes no more requests")
+                raise RunError(
+                    "the engine is closed, or closing: ask it, and read all that `generate` gives, inside of its `with`"
+                )
             if self._core.lacks:
                 raise RunError(f"{self._core.lacks}: no requests are taken until update_weights gives others")
             if self._unfinished + sampling.n > self.limits.waiting + self.limits.running:

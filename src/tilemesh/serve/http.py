@@ -59,6 +59,7 @@ from tilemesh.serve.texts import text_routes
 from tilemesh.serve.tools import AnswerReader, delta_fields, whole_message
 
 _READERS = 2  # threads that read bodies
+_MOST_NAMED = 100  # fields in the log: a stranger may call a format anything
 _CLOSED_BY_CLIENT = 499  # what others log for it; nobody reads the reply
 _INVALID, _FAILED = "invalid_request_error", "server_error"
 
@@ -271,7 +272,7 @@ class ServingApp:
     def _begin(self, body: bytes, chat: bool, loop: asyncio.AbstractEventLoop) -> LiveReply:
         """Read a body and hand its prompts to the engine. In a thread of the readers."""
         asked = (read_chat if chat else read_completion)(parse_body(body, self.engine.limits.context), self.defaults)
-        for field in sorted(set(asked.ignored) - self._named):
+        for field in sorted(set(asked.ignored) - self._named)[: _MOST_NAMED - len(self._named)]:
             self._named.add(field)
             self._say(f"a request has '{field}', which is accepted and changes nothing here; it is not named again")
         wanted = replace(asked.sampling, adapter=self.adapter(asked.model))

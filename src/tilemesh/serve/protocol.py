@@ -14,6 +14,7 @@ from typing import Any
 
 from tilemesh.core.errors import UsageError, nearest
 from tilemesh.core.ranges import Range, shown
+from tilemesh.serve.constrain.schema import unchecked_formats
 from tilemesh.serve.request import Sampling
 from tilemesh.serve.tools import MOST_TOOLS, ToolUse, read_calls, read_tool
 
@@ -111,17 +112,17 @@ def read_chat(body: object, defaults: Mapping[str, Any] = MappingProxyType({})) 
 _TOOL_FIELDS = ("tools", "choice", "name", "parallel")
 
 
-_HARMLESS = frozenset(["metadata", "prompt_cache_key", "safety_identifier", "store", "user"])
+_HARMLESS = frozenset(["metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "store", "user"])
 """Fields of OpenAI's that name or file a request and change no answer."""
 _NOT_SERVED = frozenset(
     [
         "audio",
+        "best_of",
         "function_call",
         "functions",
         "modalities",
         "prediction",
         "reasoning_effort",
-        "service_tier",
         "suffix",
         "verbosity",
         "web_search_options",
@@ -158,6 +159,8 @@ def _read(
 def _made(reading: _BodyRead) -> AskedCompletion:
     if reading.asked.get("stream_usage") and not reading.asked.get("stream"):
         raise RefusedError("stream_options", "stream_options is given and stream is not true: set stream to true")
+    for form in unchecked_formats(reading.sampling.get("json_schema")):
+        reading.ignore(f"format: {form}")
     try:
         sampling = Sampling(**reading.sampling)
     except RefusedError:
@@ -220,6 +223,8 @@ def _messages(name: str, value: Any, reading: _BodyRead) -> None:
     reading.asked["messages"] = tuple(_message(index, message) for index, message in enumerate(value))
     if any(message.get("name") is not None and message.get("role") != "tool" for message in value):
         reading.ignore("messages.name")
+    if any(message.get("annotations") for message in value):
+        reading.ignore("messages.annotations")
 
 
 def _message(index: int, value: Any) -> ChatMessage:
@@ -251,7 +256,7 @@ def _message(index: int, value: Any) -> ChatMessage:
     return ChatMessage(role, content, more)
 
 
-_ROLE_FIELDS = {"assistant": ("tool_calls", "refusal", "reasoning_content"), "tool": ("tool_call_id",)}
+_ROLE_FIELDS = {"assistant": ("tool_calls", "refusal", "reasoning_content", "annotations"), "tool": ("tool_call_id",)}
 
 
 def _tools(name: str, value: Any, reading: _BodyRead) -> None:
@@ -352,6 +357,11 @@ def _only(*accepted: object) -> Callable[[str, Any, _BodyRead], None]:
     return read
 
 
+def _service_tier(name: str, value: Any, reading: _BodyRead) -> None:
+    _only("auto", "default")(name, value, reading)
+    reading.ignore(name)
+
+
 _COMMON: dict[str, Callable[[str, Any, _BodyRead], None]] = {
     "model": _text, "stream": _flag("stream"), "stream_options": _stream_options, "stop": _stop,
     "temperature": _sampled("temperature"), "top_p": _sampled("top_p"), "top_k": _sampled("top_k"),
@@ -360,7 +370,7 @@ _COMMON: dict[str, Callable[[str, Any, _BodyRead], None]] = {
     "repetition_penalty": _sampled("repetition_penalty"), "logit_bias": _bias, "stop_token_ids": _token_list,
     "ignore_eos": _flag("ignore_eos", "sampling"), "priority": _priority,
     "deadline_s": _sampled("deadline_s"),
-    "response_format": _response_format, "regex": _sampled("regex"),
+    "response_format": _response_format, "regex": _sampled("regex"), "service_tier": _service_tier,
 }  # fmt: skip
 _COMPLETION = {
     **_COMMON, "prompt": _prompt, "echo": _flag("echo"), "logprobs": _sampled("logprobs"), "best_of": _only(1),

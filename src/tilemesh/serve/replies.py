@@ -110,8 +110,8 @@ def _chunk_fields(
 
 
 def finish_word(finish: str | None, reader: AnswerReader) -> str | None:
-    """Why an answer ended, as OpenAI's clients hear it."""
-    return "tool_calls" if finish == FinishReason.STOP.value and reader.calls else finish
+    """Why an answer ended, as OpenAI's clients hear it: of a call that was named, `stop`."""
+    return "tool_calls" if finish == FinishReason.STOP.value and reader.calls and not reader.is_named else finish
 
 
 def _version_runs(versions: Sequence[int]) -> list[list[int]]:

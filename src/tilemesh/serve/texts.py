@@ -104,9 +104,12 @@ def _embed(app: Naming, body: dict[str, Any]) -> dict[str, Any]:
     if pooling not in POOLINGS:
         raise RefusedError("pooling", f"pooling is {shown(pooling)}: expected {' or '.join(POOLINGS)}")
     # As prompts of a completion are: a text, tokens, or a list of either.
-    prompts = read_completion({"prompt": _needed(body, "input", "a text or a list of texts")}).prompts
-    encoded = [engine.encode(prompt) for prompt in prompts]
-    vectors = [engine.embed(tokens, pooling, adapter) for tokens in encoded]
+    try:
+        prompts = read_completion({"prompt": _needed(body, "input", "a text or a list of texts")}).prompts
+        encoded = [engine.encode(prompt) for prompt in prompts]
+        vectors = [engine.embed(tokens, pooling, adapter) for tokens in encoded]
+    except UsageError as error:
+        raise RefusedError("input", str(error).replace("prompt", "input", 1)) from None
     data = [
         {"object": "embedding", "index": index, "embedding": _packed(vector) if wanted == "base64" else vector}
         for index, vector in enumerate(vectors)

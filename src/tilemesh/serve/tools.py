@@ -190,6 +190,7 @@ class AnswerReader:
 
     def __init__(self, use: ToolUse, form: ToolForm | None, thinks: bool = False, thinking: bool = False) -> None:
         self._use, self._form = use, form if use.offered else None
+        self.is_named = use.choice == "named"
         self._thinks = thinks and not use.must_call
         self._state = "reasoning" if thinking and self._thinks else "content"
         self._text = ""
@@ -200,7 +201,7 @@ class AnswerReader:
 
     def add(self, text: str, last: bool = False) -> Iterator[AnswerDelta]:
         self._text += text
-        if self._use.choice == "named":
+        if self.is_named:
             yield from self._named()
         elif self._use.must_call:
             if last:

@@ -33,9 +33,18 @@ _CONTROL = re.compile(r"\\u00[01]|\\\\(x[01{]|u00[01]|u\{|c|0|v|a)")
 """In JSON: characters below the blank, themselves or in a pattern. The library drops those that need a `\\u`."""
 _CLOCK = "([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\\.[0-9]{1,6})?(Z|[+-](0[0-9]|1[0-4]):[0-5][0-9])$"
 _DATE = "[12].{3}-((0[13-9]|1[0-2])-..|02-([01].|2[0-8]))"
-_FORMATS = {"date": f"^{_DATE}$", "time": f"^{_CLOCK}", "date-time": f"^{_DATE}T{_CLOCK}"}
-"""Beside a format: of these the library also writes some that few can read, such as the year 0, the second 60 and a
-29 February of any year."""
+_LETTER = "([A-Za-z0-9._~!$&'()*+,;=@-]|%[0-9A-Fa-f]{2})"
+_PATH = f"(//[A-Za-z0-9.-]+(:[0-9]{{1,5}})?(/{_LETTER}*)*|/?({_LETTER}+/)*{_LETTER}*)"
+_REFERENCE = f"^([A-Za-z][A-Za-z0-9+.-]*:)?{_PATH}(\\?({_LETTER}|[/?:])*)?(#({_LETTER}|[/?:])*)?$"
+_POINTER = "^(/([^/~]|~[01])*)*$"
+_FORMATS = {"date": f"^{_DATE}$", "time": f"^{_CLOCK}", "date-time": f"^{_DATE}T{_CLOCK}",
+            "uri-reference": _REFERENCE, "iri-reference": _REFERENCE, "json-pointer": _POINTER}  # fmt: skip
+"""Beside a format: of the first three the library also writes some that few can read, such as the year 0, the second 60
+and a 29 February of any year; the others it does not know."""
+_NARROWER = {"iri": "uri", "idn-email": "email"}
+_OWN_FORMATS = {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"}
+"""Formats that the library keeps. One that neither it nor this module knows asks nothing, as JSON Schema has it."""
+_FORMAT = re.compile(r'"format": "([^"\\]{1,40})"')
 
 
 def prepare_schema(schema: Any) -> Any:
@@ -44,6 +53,12 @@ def prepare_schema(schema: Any) -> Any:
     if not isinstance(root, Mapping):
         raise UsageError(f"{shown(schema)}: expected a schema that allows some text")
     return _Document(root).narrow(root)
+
+
+def unchecked_formats(schema: Any) -> list[str]:
+    """What a schema calls a format and nothing here checks."""
+    named = set(_FORMAT.findall(json.dumps(schema)))
+    return sorted(named - _FORMATS.keys() - _NARROWER.keys() - _OWN_FORMATS)
 
 
 class _Document:
@@ -87,12 +102,14 @@ class _Document:
         if "oneOf" in inner and "anyOf" not in inner and self._is_disjoint(schema):
             inner["anyOf"] = inner.pop("oneOf")
             inner.pop("discriminator", None)
-        if str(inner.get("format")) in _FORMATS:
-            form = _FORMATS[inner["format"]]
-            if "pattern" in inner:
-                inner["allOf"] = [*inner.get("allOf", ()), {"type": "string", "pattern": form}]
-            else:
-                inner["pattern"] = form
+        if isinstance(form := inner.get("format"), str):
+            form = inner["format"] = _NARROWER.get(form, form)
+            if form not in _OWN_FORMATS:
+                del inner["format"]
+            if form in _FORMATS and "pattern" in inner:
+                inner["allOf"] = [*inner.get("allOf", ()), {"type": "string", "pattern": _FORMATS[form]}]
+            elif form in _FORMATS:
+                inner["pattern"] = _FORMATS[form]
         if "integer" in inner.get("type", ()) and "number" not in inner["type"]:
             most = _MOST_INTEGER + max(math.ceil(abs(inner.get(word, 0))) for word in _BOUNDS)
             inner = {"minimum": -most, "maximum": most, **inner}
