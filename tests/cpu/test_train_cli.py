@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -380,3 +382,14 @@ def test_a_preview_says_what_the_planner_says_of_memory_and_time() -> None:
     assert ", and the best; " in dict(best.lines())["files"]
     full = dataclasses.replace(seen, free_bytes=0)
     assert "TOO LITTLE SPACE" in dict(full.lines())["files"]
+
+
+def test_a_run_of_another_kind_is_resumed_by_its_own_command(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(run, tmp_path / "taught")
+    about = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(about | {"kind": "align"}))
+    assert main(["train", "--resume", str(folder), "--set", "train.steps=9"]) == 2
+    words = " ".join(capsys.readouterr().err.split())
+    assert f"is a run of kind 'align': go on with `tilemesh align --resume {folder}`" in words.replace("/ ", "/")

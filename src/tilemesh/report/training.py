@@ -23,6 +23,7 @@ from tilemesh.report.kind_page import Beside, KindPage, PageSection, PairSection
 from tilemesh.report.rows import percent, row_table
 from tilemesh.report.run import RUNNING, Run
 from tilemesh.report.verdict import improve, judge
+from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.names import CONFIG, METRICS, PREDICTED, SAMPLE, SUMMARY, TRACE
 from tilemesh.runs.values import number, section
 from tilemesh.runs.values import numbers as figures
@@ -141,7 +142,8 @@ def _memory(run: Run, beside: Beside) -> Child:
 
 
 def _again(run: Run, beside: Beside) -> Html:
-    return run_parts.again(run, guess=f"tilemesh train {run.folder.rstrip('/')}/{CONFIG}")
+    is_training = run.kind == TRAIN.name
+    return run_parts.again(run, guess=f"tilemesh train {run.folder.rstrip('/')}/{CONFIG}" if is_training else "")
 
 
 # ---- two runs --------------------------------------------------------------------------------------------------

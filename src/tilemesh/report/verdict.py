@@ -159,7 +159,7 @@ def _next(run: Run) -> str:
     kept = [event.step for event in run.events if event.kind == metrics.CHECKPOINT]
     if not kept:
         return "there is no checkpoint to go on from"
-    return f"`tilemesh train --resume {run.folder.rstrip('/')}` goes on after step {max(kept):,}"
+    return f"`tilemesh {run.kind} --resume {run.folder.rstrip('/')}` goes on after step {max(kept):,}"
 
 
 def _left(run: Run) -> str:

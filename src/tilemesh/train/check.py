@@ -46,7 +46,7 @@ from tilemesh.model.families.book import expected_folder, read_config
 from tilemesh.model.work.weights import layer_weights, parameter_shapes, why_not, why_not_groups, why_not_tp
 from tilemesh.runs import folder as folders
 from tilemesh.runs.base import check_base
-from tilemesh.runs.kind import MODULE, TRAIN, Kind
+from tilemesh.runs.kind import ALIGN, MODULE, TRAIN, Kind
 from tilemesh.runs.manifest import MODEL, DamagedError, Manifest, checkpoints
 from tilemesh.runs.names import CHECKPOINTS, CONFIG, DAMAGED, RUNS, WRITTEN
 from tilemesh.train.config import ModuleRun, TrainConfig, of_run
@@ -440,6 +440,10 @@ def check_job(config: TrainConfig, request: JobRequest) -> None:
                 Argument("resume"), " goes on in its own folder with its own weights: leave ", _RUN, " and ",
                 Argument("init"), " out",
             )  # fmt: skip
+        kind = folders.kind_of(resume)
+        if kind != request.program.kind.name:
+            command = ALIGN.name if kind == ALIGN.name else TRAIN.name
+            raise UsageError(f"{resume} is a run of kind '{kind}': go on with `tilemesh {command} --resume {resume}`")
         check_resumed(of_run(resume), config)
         _check_checkpoints(Path(resume), config)
         if config.lora.rank:
