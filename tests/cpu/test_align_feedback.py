@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,13 +15,16 @@ import torch
 from align_start import write_start
 
 from tilemesh.align.checks import check_rewards
-from tilemesh.align.config import load
+from tilemesh.align.config import FeedbackConfig, load
 from tilemesh.align.generate import unpacked_bytes
+from tilemesh.align.inputs import read_scorers
 from tilemesh.align.job import fit
 from tilemesh.align.pairs import PairSource
-from tilemesh.align.rewards import Rewards, _weight, read_reward_model
+from tilemesh.align.prompts import Pair, ServedText, pair_of
+from tilemesh.align.rewards import Rewards, read_reward_model
 from tilemesh.align.tasks import TASKS
 from tilemesh.align.verifier import Verifier
+from tilemesh.cli.commands.align import AlignOptions, align
 from tilemesh.comm.connection import connect
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.data.cases import read_cases
@@ -29,7 +32,6 @@ from tilemesh.data.tokenizer import Bytes
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.runs.metrics import STEP, latest
 from tilemesh.runs.names import ROLLOUTS
-from tilemesh.serve.load import ServedModel
 from tilemesh.train.rank import lay_model
 
 FUNCTIONS = """
@@ -97,10 +99,10 @@ def test_a_verifier_that_crashes_hangs_or_talks_nonsense_never_pays(functions: P
     with pytest.raises(UsageError, match=r"expected FILE\.py:FUNCTION"):
         Verifier("functions", 1.0)
     functions.write_text("import nothing_like_that\n")
-    with pytest.raises(RunError, match="nothing_like_that"):
+    with pytest.raises(UsageError, match="nothing_like_that"):
         Verifier(f"{functions}:score", 1.0)([("p", "a", {})])
     functions.write_text("import os\nos.abort()\n")
-    with pytest.raises(RunError, match="could not be started: its process ended"):
+    with pytest.raises(UsageError, match="could not be started: its process ended"):
         Verifier(f"{functions}:score", 1.0)([("p", "a", {})])
 
 
@@ -231,8 +233,11 @@ def test_what_cannot_be_scored_gets_the_least_that_any_got_and_at_most_nothing()
     check_rewards(rewards.total(parts), parts, rewards.weights)
     rewards.weights = {"task": 0.0}
     assert rewards.total({"task": np.array([2.0, math.nan])}).tolist() == [0.0, 0.0]
-    assert _weight("check.py:score") == ("check.py:score", 1.0)
-    assert _weight("task=0.5") == ("task", 0.5)
+    scorers = read_scorers(FeedbackConfig(task="sort", rewards=("check.py:score", "task=0.5", "runs/judge=2")))
+    assert scorers == {
+        "task": ("sort", 0.5, False), "check.py:score": ("check.py:score", 1.0, False),
+        "runs/judge": ("runs/judge", 2.0, True),
+    }  # fmt: skip
 
 
 def test_built_in_tasks_pay_their_examples_most_and_nonsense_nothing() -> None:
@@ -292,16 +297,13 @@ def test_pairs_train_a_policy_and_a_reward_model_which_then_pays(start: Path, tm
 
 def test_a_pair_ends_as_an_answer_of_the_model_does() -> None:
     """Of several tokens after which an answer ends: with the one of the chat template, or of the tokenizer."""
-    source = object.__new__(PairSource)
-    source.config = SimpleNamespace(align=None, training=SimpleNamespace(context=64))  # type: ignore[assignment]
     template = (
         "{% for m in messages %}{{ m.role }}:{{ m.content }}|{% endfor %}\n{% if add_generation_prompt %}>{% endif %}"
     )
-    nothing: Any = None
-    served = ServedModel("m", nothing, Bytes(end=7), frozenset({1, 7, ord("\n"), ord("|")}), template)
+    served = ServedText(Bytes(end=7), frozenset({1, 7, ord("\n"), ord("|")}), template)
     both = {"chosen": "yes", "rejected": "no"}
     for case, end in [({"messages": [{"role": "user", "content": "a"}]}, ord("|")), ({"prompt": "a"}, 7)]:
-        chosen, rejected, _ = source._pair({**case, **both}, served, 1)
+        chosen, rejected, _ = pair_of({**case, **both}, served)
         assert (chosen[-1], rejected[-1]) == (end, end)
 
 
@@ -312,7 +314,7 @@ def test_a_held_out_loss_is_a_mean_over_pairs(microbatch: int) -> None:
     source.config = SimpleNamespace(plan=SimpleNamespace(microbatch=microbatch))  # type: ignore[assignment]
     source.mesh = SimpleNamespace(dp=SimpleNamespace(index=0, size=1))  # type: ignore[assignment]
     source.device, source.reference = torch.device("cpu"), None
-    source.kept = [([1] * length, [1] * length, 1) for length in (3, 9, 4)]
+    source.kept = [Pair([1] * length, [1] * length, 1) for length in (3, 9, 4)]
     losses, total, tokens = iter([1.0, 2.0, 6.0]), 0.0, 0
     for batch in source.held_out():
         weight_N = batch.tensors[2][1]
@@ -328,6 +330,55 @@ def test_wrong_pairs_and_prompts_are_named(start: Path, tmp_path: Path) -> None:
         config = load(start, sets=["align.algorithm=dpo", f"align.preferences={file}", "align.prompts=1", *QUICK])
         with pytest.raises(UsageError, match=words):
             fit(config, start, run=tmp_path / f"run-{len(text)}")
+
+
+@pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        (["align.task=FILES/f.py:scoer"], "has no attribute 'scoer'"),
+        (["align.task=FILES/f.py:NUMBER"], "NUMBER is a value"),
+        (["align.task=FILES/broken.py:score"], "nothing_like_that"),
+        (["align.task=f:score"], "expected FILE.py:FUNCTION"),
+        (["align.environment=FILES/gone.py:say", "align.turns=2"], "is not there"),
+        (["align.max_tokens=30"], "a prompt of 3 tokens and answers of up to 30"),
+        (["align.prompts_file=FILES/empty.jsonl"], "a prompt has at least one token"),
+        (['align.rewards=["FILES/gone.py:s"]'], "is not there"),
+        (['align.rewards=["task=x"]'], "expected NAME=WEIGHT"),
+        (['align.rewards=["FILES/gone=0.5"]'], "FILES/gone"),
+        (['align.rewards=["START=0.5"]'], "START"),
+        (["align.reference=FILES/gone"], "FILES/gone"),
+        (["align.repeats=FILES/gone"], "FILES/gone"),
+        (["align.algorithm=dpo", "align.preferences=FILES/pairs.jsonl"], "pair 1 has 36 tokens: the context is 32"),
+    ],
+)
+def test_a_dry_run_refuses_what_a_run_would_before_it_has_a_folder(
+    start: Path, tmp_path: Path, sets: list[str], words: str
+) -> None:
+    (tmp_path / "f.py").write_text("NUMBER = 3\ndef score(prompt, answer, case):\n    return 1\n")
+    (tmp_path / "broken.py").write_text("import nothing_like_that\n")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1"}\n' * 3)
+    (tmp_path / "empty.jsonl").write_text('{"prompt": "1+1"}\n{"prompt": ""}\n')
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": "a" * 9, "chosen": "b" * 26, "rejected": "c"}) + "\n")
+    base = ["align.task=FILES/f.py:score", "align.prompts_file=FILES/prompts.jsonl", *QUICK]
+    named = [text.replace("FILES", str(tmp_path)).replace("START", str(start)) for text in (*base, *sets)]
+    folder = tmp_path / "run"
+    options = AlignOptions(start=str(start), sets=tuple(named), run=folder)
+    said = []
+    for each in (replace(options, dry_run=True), options):
+        with pytest.raises((UsageError, RunError)) as refused:
+            align(each)
+        said.append(str(refused.value))
+    assert said[0] == said[1]
+    assert words.replace("FILES", str(tmp_path)).replace("START", str(start)) in said[0]
+    assert not folder.exists()
+
+
+def test_answers_that_nobody_limits_fit_the_context(start: Path, functions: Path) -> None:
+    cases = functions.with_name("prompts.jsonl")
+    cases.write_text('{"prompt": "1+1"}\n')
+    sets = [f"align.task={functions}:score", f"align.prompts_file={cases}", *QUICK]
+    assert load(start, sets=sets).align.longest == 16
+    assert load(start, sets=[*sets, "align.max_tokens=20"]).align.longest == 20
 
 
 def test_lines_of_cases_end_where_jsonl_has_them_end(tmp_path: Path) -> None:

@@ -30,9 +30,9 @@ from tilemesh.align.formulas.rollout import Segment, pack
 from tilemesh.align.generate import Generator, packed_bytes, unpacked_bytes
 from tilemesh.align.job import fit
 from tilemesh.align.rank import train_here
-from tilemesh.align.record import note_begin, note_drawn, read_events
+from tilemesh.align.record import BATCH, HELD_OUT, WEIGHTS, EngineEvent, note_begin, note_drawn, read_events
 from tilemesh.align.source import RolloutSource, _joined
-from tilemesh.align.stream import BATCH, HELD_OUT, WEIGHTS, AnswerStream, EngineEvent
+from tilemesh.align.stream import AnswerStream
 from tilemesh.cli.commands.plan.grade import grade_run
 from tilemesh.cli.main import main
 from tilemesh.comm import run_threads

@@ -328,6 +328,11 @@ def test_what_would_add_in_another_order_is_no_exact_mode(start: Path) -> None:
         made(start, "align.invariant=true", "align.placement=split", mesh="tp=2")
     with pytest.raises(UsageError, match=r"align\.invariant.*lora\.rank=0"):
         made(start, "align.invariant=true", "lora.rank=4")
+    with pytest.raises(UsageError, match=r"align\.invariant.*train\.compile=false"):
+        made(start, "align.invariant=true", "train.compile=true")
+    for precision in ("bf16", "fp16"):
+        with pytest.raises(UsageError, match=r"align\.invariant.*plan\.precision=fp32 or plan\.precision=bf16-master"):
+            made(start, "align.invariant=true", f"plan.precision={precision}")
 
 
 def test_the_engines_own_log_probabilities_may_be_the_old_ones(start: Path, tmp_path: Path) -> None:
@@ -376,6 +381,11 @@ def test_what_does_not_go_together_is_refused_in_a_line(start: Path) -> None:
         (("align.task=srot",), "did you mean 'sort'"),
         (("align.kl=lost",), "did you mean 'loss'"),
         (("align.algorithm=dapo", "align.kl_coefficient=0.05"), "counts nowhere"),
+        (("align.critic=own",), "no critic"),
+        (("align.algorithm=reward", f"align.preferences={start}", "align.critic=own"), "no critic"),
+        (("align.algorithm=rloo", f"align.reference={start}"), "counts for nothing"),
+        (("align.algorithm=ipo", f"align.preferences={start}", "align.beta=0"), "1 / \\(2 beta\\)"),
+        (("align.dtype=fp31",), "did you mean 'fp32'"),
     ]:
         with pytest.raises(UsageError, match=words):
             made(start, *sets)

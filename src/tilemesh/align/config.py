@@ -22,9 +22,7 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.plan_file import ALIGN as ALIGN_PLAN
 from tilemesh.core.plan_file import read_plan
 from tilemesh.core.ranges import TEMPERATURE, Range
-from tilemesh.data.cases import read_cases
 from tilemesh.data.config import DataConfig
-from tilemesh.launch.function import split_name
 from tilemesh.model.config import check_planned
 from tilemesh.model.families.book import CONFIG as MODEL_FILE
 from tilemesh.model.families.book import read_config
@@ -41,6 +39,8 @@ Positive = Annotated[float, Range(0)]
 _SECTION = "align."
 _MICROBATCH_TOKENS = 1 << 15
 """Of one pass at most, where nobody says how many rows it has."""
+_ANSWER_TOKENS = 64
+"""Of an answer at most, where nobody says how many."""
 _SMALL = 4_000_000
 """Multiplications of a step's largest product, below which oneDNN on arm64 takes longer to begin than BLAS to end."""
 
@@ -72,7 +72,7 @@ class FeedbackConfig:
     answers: Count = 8
     """Answers to each prompt."""
     max_tokens: Annotated[int, Range(0, 2**31 - 1)] = 0
-    """Most tokens of an answer; 0: what the task says, or 64."""
+    """Most tokens of an answer; 0: what the task says; of your own function, 64 or half of the context."""
     temperature: Annotated[float, TEMPERATURE] = 1.0
     """At which answers are drawn, and log-probabilities taken."""
     minibatches: Count = 1
@@ -97,7 +97,7 @@ class FeedbackConfig:
     """Whether the engine and training compute a token's log-probability by the same bits, whatever is beside it: the
     first ratio is then exactly 1 (at temperature 1, without filters, in fp32 or bf16-master, tp at most 2, no
     adapters)."""
-    dtype: str = ""
+    dtype: Literal["", "fp32", "bf16", "fp16", "fp64"] = ""
     """Of the engine's weights: fp32, bf16, fp16 or fp64; empty: bf16 on a GPU where training computes in it, else that
     of the training weights, whose memory is then shared."""
     placement: Literal["colocated", "split", "one-step-off", "asynchronous"] = "colocated"
@@ -204,7 +204,7 @@ class FeedbackConfig:
     @property
     def longest(self) -> int:
         """Tokens of an answer at most."""
-        return self.max_tokens or (TASKS[self.task].max_tokens if self.task in TASKS else 64)
+        return self.max_tokens or (TASKS[self.task].max_tokens if self.task in TASKS else _ANSWER_TOKENS)
 
     @property
     def rows(self) -> int:
@@ -287,6 +287,11 @@ def load(
     training = core_config.load(TrainConfig, preset="run", presets={"run": begin}, sets=over)
     if (Path(start) / MODEL_FILE).is_file():
         training = training.with_base(start)
+    elif training.lora.rank and training.lora.base is None:
+        raise UsageError(
+            f"lora.rank is {training.lora.rank} and {start} is a run: adapters lie beside weights of a Hugging Face "
+            f"folder; write them with `tilemesh export {start} FOLDER`, and begin with that folder"
+        )
     return checked(AlignConfig(training, feedback))
 
 
@@ -322,20 +327,13 @@ def checked(config: AlignConfig) -> AlignConfig:
         if align.prompts * align.answers % align.minibatches:
             raise UsageError(f"align.minibatches is {align.minibatches}: expected a divisor of the "
                              f"{align.prompts * align.answers} answers of a batch")  # fmt: skip
+        half = max(1, config.training.context // 2)
+        if half < align.longest and not (align.max_tokens or align.task in TASKS):
+            config = dataclasses.replace(config, align=dataclasses.replace(align, max_tokens=half))
     changes: dict[str, Any] = {"batch": align.rows}
     config = dataclasses.replace(config, training=settled(config.training.changed(train=changes)))
     refuse(CONFLICTS, config)
     return config
-
-
-def check_files(align: FeedbackConfig) -> None:
-    """Refuse files that are not what they are named as, before there is a run's folder."""
-    for path in (align.prompts_file, align.preferences):
-        if path is not None:
-            read_cases(path)
-    for spec in (align.task, align.environment, *(text.rpartition("=")[0] for text in align.rewards)):
-        if ".py:" in spec:
-            split_name(spec)
 
 
 def _check_task(align: FeedbackConfig) -> None:
@@ -417,6 +415,12 @@ CONFLICTS: tuple[Conflict[AlignConfig], ...] = (
     row("align.invariant", lambda config: config.align.invariant and config.training.lora.rank > 0,
         "the engine multiplies by merged weights, and training by the base and its adapters: sums of other parts",
         "lora.rank=0"),
+    row("align.invariant train.compile", lambda config: config.align.invariant and bool(config.train.compile),
+        "compiled layers round and add in other places than the engine does", "train.compile=false"),
+    row("align.invariant plan.precision", lambda config: config.align.invariant
+        and config.plan.precision not in ("fp32", "fp64", "bf16-master"),
+        "passes under autocast, or in 8 bits, round in other places than the engine does",
+        "plan.precision=fp32" + OR + "plan.precision=bf16-master"),
     row("align.invariant plan.tp", lambda config: config.align.invariant and config.plan.tp > 2,
         "a sum of more than two parts depends on their order, which an exchange chooses by its size", "plan.tp=2"),
     row("align.invariant align.placement plan.tp",
@@ -428,6 +432,15 @@ CONFLICTS: tuple[Conflict[AlignConfig], ...] = (
     row("train.method", lambda config: config.train.method != "synchronous",
         "a batch of rollouts follows from weights that all replicas share", "train.method=synchronous"),
     row("train.graph", lambda config: bool(config.train.graph), "answers differ in length", "train.graph=false"),
+    row("align.critic align.algorithm", lambda config: config.align.critic == "own"
+        and (config.align.is_of_pairs or not config.align.row.has_critic),
+        "no critic says what its rewards are compared with", "align.critic=shared" + OR + "align.algorithm=ppo"),
+    row("align.reference align.algorithm", lambda config: config.align.reference is not None
+        and not config.align.has_reference,
+        "the distance to a reference counts for nothing in its loss and rewards", "align.reference=none"),
+    row("align.beta align.algorithm",
+        lambda config: config.align.algorithm == "ipo" and config.align.pair_row.beta == 0,
+        "its loss has 1 / (2 beta)", "align.beta=0.1"),
     row("lora.rank", lambda config: config.align.critic == "own" and config.training.lora.rank > 0,
         "a critic has all its weights trained, which adapters are there to avoid", "align.critic=shared"),
     row("model.expert_capacity", lambda config: config.training.model.expert_capacity > 0,

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from tilemesh.align.answers import Answers, PromptBatch
 from tilemesh.align.generate import Generator, RolloutEngine
-from tilemesh.align.stream import HELD_OUT, AnswerStream, EngineEvent
+from tilemesh.align.record import HELD_OUT, EngineEvent
+from tilemesh.align.stream import AnswerStream
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.launch.board import my_status
 from tilemesh.parallel.agree import everyones, tell, tell_bytes

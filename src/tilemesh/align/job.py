@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tilemesh.align.config import AlignConfig, check_files, of_run
+from tilemesh.align.config import AlignConfig, of_run
+from tilemesh.align.inputs import check_inputs
 from tilemesh.align.placement import predict_feedback
 from tilemesh.align.rows import phase_rows
 from tilemesh.core.context import membership
@@ -46,7 +47,7 @@ def fit(
         if resume is None:
             raise UsageError("fit needs a config, or a run to resume")
         config = of_run(resume)
-    check_files(config.align)
+    check_inputs(config)
     program = program_of(config)
     if resume is not None:
         return _with_phases(config, job.fit(config.training, resume=resume, program=program, **options))

@@ -16,9 +16,10 @@ from tilemesh.align.drawing import AnswerDrawing, RemoteDrawing, RepeatedDrawing
 from tilemesh.align.formulas.algorithms import ALGORITHMS, PREFERENCES
 from tilemesh.align.generate import Generator, RolloutEngine
 from tilemesh.align.head import Reference, add_critic, add_value_head, base_figures, token_figures
+from tilemesh.align.inputs import read_reference
 from tilemesh.align.objective import FeedbackObjective
 from tilemesh.align.pairs import PairSource
-from tilemesh.align.prompts import PromptSource
+from tilemesh.align.prompts import PromptSource, ServedText
 from tilemesh.align.rewards import Rewards
 from tilemesh.align.source import RolloutSource
 from tilemesh.align.turns import AnswerTurns
@@ -27,7 +28,6 @@ from tilemesh.core.errors import UsageError
 from tilemesh.core.placement import STEP_TOKENS
 from tilemesh.core.plan import MASTERED
 from tilemesh.data.corpus import chat_template_of, tokenizer_of
-from tilemesh.model.families.book import read_config
 from tilemesh.model.fresh import grouped_parameters
 from tilemesh.model.packed import without_onednn
 from tilemesh.model.programs.group import put_together
@@ -68,10 +68,11 @@ class FeedbackLessons(Lessons):
         template = chat_template_of(self.config.data, tokenizer)
         model = Transformer(self.config.model, device="meta")
         ends = end_tokens(self.folder / CARRIED, self.config.model.vocabulary, tokenizer)
-        self.served = ServedModel(self.folder.name, model, tokenizer, ends, *template)
+        self.text = ServedText(tokenizer, ends, *template)
+        self.served = ServedModel(self.folder.name, model, *self.text)
         self.prompts: PromptSource | None = None
         if not self.align.is_of_pairs:
-            self.prompts = PromptSource(self.align, self.config.train.seed, self.served, self.config.context)
+            self.prompts = PromptSource(self.align, self.config.train.seed, self.text, self.config.context)
 
     def fingerprint(self) -> str:
         return f"{self.align}" if self.prompts is None else self.prompts.fingerprint()
@@ -90,7 +91,7 @@ class FeedbackLessons(Lessons):
         self.feedback = FeedbackObjective(self.run, laid)
         reference = self._reference(laid) if self.align.has_reference else None
         if self.prompts is None:
-            return PairSource(self.run, laid, reference, self.served, self.feedback)
+            return PairSource(self.run, laid, reference, self.text, self.feedback)
         if self.run.is_small and next(laid.module.parameters()).device.type == "cpu":
             self._closing.append(without_onednn())
         is_elsewhere = self.align.ranks_beside > 0
@@ -129,9 +130,8 @@ class FeedbackLessons(Lessons):
         folder = self.align.reference or first_weights(self.folder)
         if folder is None:
             raise UsageError(f"{self.folder} does not say what it began with: name a folder with align.reference")
-        model = Transformer(read_config(folder), device="meta", dtype=laid.stream_dtype, kernels=laid.model.kernels)
-        if model.config.vocabulary != laid.model.config.vocabulary:
-            raise UsageError(f"{folder} has a vocabulary of {model.config.vocabulary}: expected that of the model")
+        config = read_reference(folder, laid.model.config)
+        model = Transformer(config, device="meta", dtype=laid.stream_dtype, kernels=laid.model.kernels)
         reference = lay_beside(model, laid)
         load_stored(reference, Path(folder))
         return partial(token_figures, reference)

@@ -18,16 +18,11 @@ from torch import Tensor
 from tilemesh.align.config import AlignConfig
 from tilemesh.align.head import Reference
 from tilemesh.align.objective import FeedbackObjective
-from tilemesh.align.prompts import answer_end, answer_tokens, prompt_tokens
-from tilemesh.core.errors import UsageError
-from tilemesh.data.cases import Case, read_cases
+from tilemesh.align.prompts import Pair, ServedText, read_pairs
 from tilemesh.data.order import Order, rows_of
 from tilemesh.model.loss import IGNORED
 from tilemesh.parallel.laid import Laid
-from tilemesh.serve.load import ServedModel
 from tilemesh.train.source import Microbatch, Source
-
-_WORDS = ("chosen", "rejected")
 
 
 class PairSource(Source):
@@ -40,32 +35,17 @@ class PairSource(Source):
         config: AlignConfig,
         laid: Laid,
         reference: Reference | None,
-        served: ServedModel,
+        text: ServedText,
         objective: FeedbackObjective,
     ) -> None:
         self.config, self.laid, self.reference, self.objective = config, laid, reference, objective
         self.mesh, self.device = laid.mesh, next(laid.module.parameters()).device
-        assert config.align.preferences is not None
-        cases = read_cases(config.align.preferences)
-        held_out = min(config.align.held_out, len(cases) // 4)
-        self._pairs = [self._pair(case, served, number) for number, case in enumerate(cases, 1)]
+        self._pairs = read_pairs(config.align.preferences, text, config.training.context)
+        held_out = min(config.align.held_out, len(self._pairs) // 4)
         self.kept = self._pairs[len(self._pairs) - held_out :]
         self.trained = self._pairs[: len(self._pairs) - held_out]
         self._order = Order(len(self.trained), config.train.seed)
         self._steps, self._position = 0, 0
-
-    def _pair(self, case: Case, served: ServedModel, number: int) -> tuple[list[int], list[int], int]:
-        """Chosen and rejected sequence, and how long their common prompt is."""
-        if not all(isinstance(case.get(word), str) and case[word] for word in _WORDS):
-            path = self.config.align.preferences
-            raise UsageError(f"{path}, pair {number}: expected texts `chosen` and `rejected` beside the prompt")
-        _, prompt = prompt_tokens(case, served)
-        end = answer_end(case, served)
-        both = [[*prompt, *answer_tokens(case[word], served.tokenizer, end)] for word in _WORDS]
-        most = self.config.training.context
-        if max(map(len, both)) > most:
-            raise UsageError(f"pair {number} has {max(map(len, both))} tokens: the context is {most}; shorten it")
-        return both[0], both[1], len(prompt)
 
     def fetch(self, number: int) -> list[Microbatch]:
         align, plan = self.config.align, self.config.plan
@@ -87,13 +67,13 @@ class PairSource(Source):
             pairs = [self.kept[place] for place in mine[begin : begin + size]]
             yield Microbatch(self._tensors(pairs, weight), 0)
 
-    def _tensors(self, pairs: Sequence[tuple[list[int], list[int], int]], weight: float) -> tuple[Tensor, ...]:
+    def _tensors(self, pairs: Sequence[Pair], weight: float) -> tuple[Tensor, ...]:
         """Tokens, targets, and of each trained token the reference's log-probability and what a pair counts for."""
         sequences = [sequence for pair in pairs for sequence in pair[:2]]
         tokens = np.zeros((len(sequences), max(map(len, sequences))), np.int64)
         targets = np.full(tokens.shape, IGNORED, np.int64)
         for row, sequence in enumerate(sequences):
-            prompt = pairs[row // 2][2]
+            prompt = pairs[row // 2].prompt
             tokens[row, : len(sequence)] = sequence
             targets[row, prompt - 1 : len(sequence) - 1] = sequence[prompt:]
         tokens_BT, targets_BT = torch.from_numpy(tokens).to(self.device), torch.from_numpy(targets).to(self.device)
@@ -105,7 +85,7 @@ class PairSource(Source):
         return tokens_BT, targets_BT, torch.stack((reference_N, torch.full_like(reference_N, weight)))
 
     def tokens(self, number: int) -> int:
-        mean = sum(len(pair[0]) + len(pair[1]) for pair in self.trained) / len(self.trained)
+        mean = sum(len(pair.chosen) + len(pair.rejected) for pair in self.trained) / len(self.trained)
         return round(mean * self.config.align.prompts)
 
     @functools.cached_property
@@ -131,5 +111,5 @@ class PairSource(Source):
         return self.objective.step_figures(loss, count)
 
 
-def _trained(pair: tuple[list[int], list[int], int]) -> int:
-    return len(pair[0]) + len(pair[1]) - 2 * pair[2]
+def _trained(pair: Pair) -> int:
+    return len(pair.chosen) + len(pair.rejected) - 2 * pair.prompt

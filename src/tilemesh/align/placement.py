@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from tilemesh.align.config import AlignConfig
 from tilemesh.align.formulas.algorithms import ALGORITHMS
+from tilemesh.align.inputs import read_scorers
 from tilemesh.align.tasks import TASKS
 from tilemesh.core.config import to_dict
 from tilemesh.core.conflicts import PLAN_CONFLICTS, refusals
@@ -88,8 +89,7 @@ def run_work(config: AlignConfig, on_gpu: bool = False) -> AlignWork:
         old=align.steps_per_batch > 1 or row.has_critic or row.kl == "reward",
         packed=not (config.train.compile or align.invariant),
         repacks=not (on_gpu or align.invariant or config.is_small) and platform.machine() in ("aarch64", "arm64"),
-        reward="model" if any(".py" not in text and not text.startswith("task=") for text in align.rewards)
-        else "function",
+        reward="model" if any(each.is_model for each in read_scorers(align).values()) else "function",
     )  # fmt: skip
 
 

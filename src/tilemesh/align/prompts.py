@@ -4,7 +4,8 @@ order. A position is just the number of prompts taken so far, so a resumed run g
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from tilemesh.align.config import FeedbackConfig
@@ -15,12 +16,20 @@ from tilemesh.data.chat import ASSISTANT, Template
 from tilemesh.data.order import Order
 from tilemesh.data.tokenizer import Tokenizer, encode_prompt
 from tilemesh.data.tokenizer_files import DEFAULT
-from tilemesh.serve.load import ServedModel
 from tilemesh.serve.request import Sampling
 
 _HELD_OUT_SEED = 1 << 40
 _ANSWER = "\ufdd2"
 """In place of an answer: no character, by Unicode's own word."""
+
+
+class ServedText(NamedTuple):
+    """Of a served model, what turns text into tokens and back: fields as `ServedModel` has them."""
+
+    tokenizer: Tokenizer
+    ends: frozenset[int]
+    chat_template: str | None = None
+    special_tokens: Mapping[str, str] | None = None
 
 
 class Prompt(NamedTuple):
@@ -36,7 +45,7 @@ class Prompt(NamedTuple):
 class PromptSource:
     """Prompts of a run."""
 
-    def __init__(self, align: FeedbackConfig, seed: int, served: ServedModel, context: int) -> None:
+    def __init__(self, align: FeedbackConfig, seed: int, served: ServedText, context: int) -> None:
         self.align, self.seed, self.served, self.context = align, seed, served, context
         self.task = TASKS.get(align.task)
         self.cases = [] if align.prompts_file is None else read_cases(align.prompts_file)
@@ -59,6 +68,12 @@ class PromptSource:
         assert self.task is not None
         cases = [self.task.case(self.seed + _HELD_OUT_SEED, number) for number in range(self.align.held_out)]
         return [self._prompt(case, f"held out {number}") for number, case in enumerate(cases)]
+
+    def check(self) -> None:
+        """Refuse what some position would: any of a file's, the first ones of a built-in task."""
+        for position in range(len(self.cases) or self.align.prompts):
+            self.at(position)
+        self.held_out()
 
     def fingerprint(self) -> str:
         parts = [self.align.task, self.seed, [str(case) for case in (*self.cases, *self.kept)]]
@@ -99,7 +114,7 @@ class PromptSource:
         return Prompt(case, text, tokens, int.from_bytes(digest[:6], "little"))
 
 
-def prompt_tokens(case: Case, served: ServedModel) -> tuple[str, list[int]]:
+def prompt_tokens(case: Case, served: ServedText) -> tuple[str, list[int]]:
     """A case's prompt as text and tokens: as it is, or messages by the model's chat template."""
     if "messages" in case:
         text = _template(served).render(case["messages"], answer_follows=True)
@@ -108,7 +123,7 @@ def prompt_tokens(case: Case, served: ServedModel) -> tuple[str, list[int]]:
     return text, encode_prompt(served.tokenizer, text, special=True)
 
 
-def answer_end(case: Case, served: ServedModel) -> int:
+def answer_end(case: Case, served: ServedText) -> int:
     """The token that ends an answer: of messages, the one that the chat template writes behind it."""
     end = served.tokenizer.end
     if "messages" in case:
@@ -119,12 +134,42 @@ def answer_end(case: Case, served: ServedModel) -> int:
     return end if end in served.ends else min(served.ends, default=end)
 
 
-def _template(served: ServedModel) -> Template:
+def _template(served: ServedText) -> Template:
     if served.chat_template is None:
         raise UsageError("a case has messages and this model has no chat template: give prompts as text")
     return Template({DEFAULT: served.chat_template}, served.special_tokens or {})
 
 
-def answer_tokens(text: str, tokenizer: Tokenizer, end: int) -> list[int]:
-    """An answer that somebody else wrote, with the token that ends it."""
-    return [*encode_prompt(tokenizer, text), end]
+# Pairs ----------------------------------------------------------------------------------------------------------------
+
+_SIDES = ("chosen", "rejected")
+
+
+class Pair(NamedTuple):
+    """Two sequences, and how long the prompt is that both begin with."""
+
+    chosen: list[int]
+    rejected: list[int]
+    prompt: int
+
+
+def read_pairs(path: Path | None, served: ServedText, context: int) -> list[Pair]:
+    """Of a JSONL file with `prompt` (or `messages`), `chosen` and `rejected` in each line."""
+    assert path is not None
+    pairs = []
+    for number, case in enumerate(read_cases(path), 1):
+        if not all(isinstance(case.get(side), str) and case[side] for side in _SIDES):
+            raise UsageError(f"{path}, pair {number}: expected texts `chosen` and `rejected` beside the prompt")
+        pairs.append(pair := pair_of(case, served))
+        longest = max(len(pair.chosen), len(pair.rejected))
+        if longest > context:
+            raise UsageError(f"{path}, pair {number} has {longest} tokens: the context is {context}; shorten it")
+    return pairs
+
+
+def pair_of(case: Case, served: ServedText) -> Pair:
+    """Answers end with the token that ends one of the model."""
+    _, prompt = prompt_tokens(case, served)
+    end = answer_end(case, served)
+    chosen, rejected = ([*prompt, *encode_prompt(served.tokenizer, case[side]), end] for side in _SIDES)
+    return Pair(chosen, rejected, len(prompt))

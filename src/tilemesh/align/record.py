@@ -5,12 +5,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from tilemesh.align.stream import BATCH, EngineEvent
 from tilemesh.core.errors import RunError
 from tilemesh.core.files import replacing
 from tilemesh.runs.names import DRAWING
+
+WEIGHTS, BATCH, HELD_OUT = "weights", "batch", "held out"
+
+
+class EngineEvent(NamedTuple):
+    """What came before a step of the engine, counted from the first batch that it began."""
+
+    step: int
+    kind: str
+    number: int
+    """Of a batch; or the version of weights, or by which held-out prompts are answered."""
+    turn: int = 0
+    """Of the batch's conversations."""
+
 
 Events = list[list[EngineEvent]]
 """Of each engine."""

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilemesh.align.config import FeedbackConfig, of_run
+from tilemesh.align.config import FeedbackConfig
 from tilemesh.align.formulas.rollout import Floats
 from tilemesh.align.head import add_value_head, scores
+from tilemesh.align.inputs import read_reward, read_scorers
 from tilemesh.align.tasks import TASKS, Score
 from tilemesh.align.verifier import MAIN, Scored, Verifier, read_parts
-from tilemesh.core.errors import UsageError
 from tilemesh.data.cases import Case
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.apply import lay_beside
@@ -46,16 +46,14 @@ class Rewards:
 
     def __init__(self, align: FeedbackConfig, laid: Laid | None) -> None:
         """`laid`: what reward models are laid beside; None on a rank that only draws answers, which has none."""
-        weights = dict(_weight(text) for text in align.rewards)
-        weights.setdefault("task", 1.0)
-        self.weights, self._verifiers = weights, dict[str, Any]()
-        self.models: dict[str, Laid] = {}
-        for name in weights:
-            spec = align.task if name == "task" else name
+        scorers = read_scorers(align)
+        self.weights = {name: scorer.weight for name, scorer in scorers.items()}
+        self._verifiers, self.models = dict[str, Any](), dict[str, Laid]()
+        for name, (spec, _, is_model) in scorers.items():
             if spec in TASKS:
                 score = TASKS[spec].score
                 self._verifiers[name] = lambda items, score=score: score_builtin(score, items)
-            elif spec.endswith(".py") or ".py:" in spec:
+            elif not is_model:
                 self._verifiers[name] = Verifier(spec, align.deadline_s)
             elif laid is not None:
                 self.models[name] = read_reward_model(Path(spec), laid)
@@ -94,25 +92,10 @@ class Rewards:
                 verifier.close()
 
 
-def _weight(text: str) -> tuple[str, float]:
-    name, equals, number = text.rpartition("=")
-    try:
-        return (name, float(number)) if equals else (number, 1.0)
-    except ValueError:
-        raise UsageError(
-            f"align.rewards has '{text}': expected NAME=WEIGHT, such as task=1 or check.py:score=0.5"
-        ) from None
-
-
 @torch.no_grad()
 def read_reward_model(folder: Path, laid: Laid) -> Laid:
     """The reward model of a run beside the model that is trained."""
-    config = of_run(folder)
-    if config.align.algorithm != "reward" or config.training.lora.rank:
-        raise UsageError(f"{folder} is no reward model with weights of its own: expected a run of algorithm reward")
-    if config.training.model.vocabulary != laid.model.config.vocabulary:
-        raise UsageError(f"{folder} has a vocabulary of {config.training.model.vocabulary}: expected that of the model")
-    model = Transformer(config.training.model, device="meta", dtype=laid.stream_dtype)
+    model = Transformer(read_reward(folder, laid.model.config), device="meta", dtype=laid.stream_dtype)
     add_value_head(model)
     beside, reader = lay_beside(model, laid), open_checkpoint(folder, None, lambda text: None)
     for name, (parameter, shard) in beside.weights().items():

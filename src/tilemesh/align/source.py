@@ -33,10 +33,9 @@ from tilemesh.align.generate import packed_bytes, unpacked_bytes
 from tilemesh.align.head import Reference, token_figures
 from tilemesh.align.objective import FLOATS, SEQUENCE, WEIGHT, FeedbackObjective
 from tilemesh.align.prompts import Prompt
-from tilemesh.align.record import note_begin, note_drawn, read_events
+from tilemesh.align.record import BATCH, HELD_OUT, note_begin, note_drawn, read_events
 from tilemesh.align.rewards import Rewards
 from tilemesh.align.shared import PassRows, padded_rows, shared_rows
-from tilemesh.align.stream import BATCH, HELD_OUT
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.files import replacing
 from tilemesh.core.shard import share

@@ -12,34 +12,22 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import NamedTuple
 
 from torch import Tensor
 
 from tilemesh.align.answers import Answers, DrawnPart
+from tilemesh.align.record import BATCH, HELD_OUT, WEIGHTS, EngineEvent
 from tilemesh.core.errors import RunError
 from tilemesh.serve.answers import collect
 from tilemesh.serve.engine import Engine
 from tilemesh.serve.jobs import AnswerPart, PromptJob
 from tilemesh.serve.load import WeightSource
 
-WEIGHTS, BATCH, HELD_OUT = "weights", "batch", "held out"
 _FIRST = -1000
 """The priority of what somebody waits for."""
 Weights = Mapping[str, Tensor] | Callable[[], Iterator[tuple[str, Tensor]]]
 """Tensors by name, or what gives those of now."""
 Key = tuple[str, int]
-
-
-class EngineEvent(NamedTuple):
-    """What came before a step of the engine, counted from the first batch that it began."""
-
-    step: int
-    kind: str
-    number: int
-    """Of a batch; or the version of weights, or by which held-out prompts are answered."""
-    turn: int = 0
-    """Of the batch's conversations."""
 
 
 class AnswerStream:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.errors import UsageError
 
 _AHEAD_BYTES = 1 << 13
 """Of calls that are sent before those before them have come back: a pipe takes more, so nobody waits to write."""
@@ -63,7 +63,7 @@ class FunctionProcess:
         sent = ahead = 0
         last: subprocess.Popen[bytes] | None = None
         for number, line in enumerate(lines):
-            process = self._started()
+            process = self.start()
             assert process.stdin is not None
             if process is not last:
                 last, sent, ahead = process, number, 0
@@ -108,7 +108,8 @@ class FunctionProcess:
         line, _, self._left = self._left.partition(b"\n")
         return line
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def start(self) -> subprocess.Popen[bytes]:
+        """The process, begun where there is none: UsageError where the file has no such function."""
         if self._process is None:
             command = [sys.executable, "-m", "tilemesh.launch.function", self._spec]
             self._process, self._left = subprocess.Popen(
@@ -117,8 +118,8 @@ class FunctionProcess:
             line = self._line(_START_S)
             if not line or json.loads(line) != "ready":
                 self.close()
-                words = "it took too long" if line is None else line.decode() or "its process ended"
-                raise RunError(f"{self._spec} could not be started: {words}")
+                why = "it took too long" if line is None else json.loads(line) if line else "its process ended"
+                raise UsageError(f"{self._spec} could not be started: {why}; expected a Python file with this function")
         return self._process
 
     def close(self) -> None:
@@ -159,6 +160,8 @@ def main(spec: str) -> int:
     try:
         module_spec.loader.exec_module(module)
         function = getattr(module, name)
+        if not callable(function):
+            raise TypeError(f"{name} is a value")
     except BaseException as error:
         reply(f"{type(error).__name__}: {error}")
         return 1

@@ -98,13 +98,13 @@ def _best_settings(config: AlignConfig) -> list[str]:
 
 
 def _preview(options: AlignOptions, config: AlignConfig, job: dict[str, Any]) -> Output:
-    from tilemesh.align.config import check_files
     from tilemesh.align.formulas.algorithms import ALGORITHMS, PREFERENCES
+    from tilemesh.align.inputs import check_inputs
     from tilemesh.align.job import program_of
     from tilemesh.align.placement import placement_words
     from tilemesh.train.preview import preview
 
-    check_files(config.align)
+    check_inputs(config)
     job |= {"run": options.run, "resume": options.resume, "name": "align"}
     seen = preview(config.training, program=program_of(config), **job)
     feedback = config.align
