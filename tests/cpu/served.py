@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,11 @@ TEMPLATE = (
 RUNNING, WAITING = 4, 8
 
 
-def make_folder(path: Path) -> Path:
+def make_folder(path: Path, **config: int) -> Path:
     """A Hugging Face folder with random weights, a tokenizer of bytes and a chat template."""
     import tokenizers
 
-    model = Transformer(CONFIG, seed=2)
+    model = Transformer(replace(CONFIG, **config), seed=2)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

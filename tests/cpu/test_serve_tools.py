@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 from served import Serving, make_folder
+
+from tilemesh.serve import Engine
 
 for package in ("starlette", "uvicorn", "prometheus_client", "openai", "tokenizers", "jinja2"):
     pytest.importorskip(package, reason=f"the server's tests need {package}: pip install -e '.[dev,serve]'")
@@ -133,6 +136,39 @@ def test_calls_are_streamed_in_deltas(server: Serving, choice: Any) -> None:
     assert (names, len(ids), finish) == ([expected], 1, "tool_calls" if choice == "auto" else "stop")
     assert content == ("Yes." if choice == "auto" else "")
     check_arguments(expected, arguments)
+
+
+def test_calls_that_must_come_are_written_as_mistrals_templates_write_them(tmp_path: Path) -> None:
+    """Marks are special tokens, and the prompt has the first ones."""
+    import tokenizers
+
+    folder = make_folder(tmp_path / "small", vocabulary=260)
+    inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    inner.add_special_tokens(["[TOOL_CALLS]", "[ARGS]"])
+    inner.save(str(folder / "tokenizer.json"))
+    template = "{% if tools %}T{% endif %}{{ messages[0].content }}{# '[TOOL_CALLS]' + name + '[ARGS]' #}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": template}))
+    make_app: Any = pytest.importorskip("tilemesh.serve.http").make_app
+    testclient: Any = pytest.importorskip("starlette.testclient")
+    named = {"type": "function", "function": {"name": "pick"}}
+    with Engine(folder, pages=40) as engine:
+        client = testclient.TestClient(make_app(engine), base_url="http://localhost")
+        for choice, before, finish in (("required", 4, "tool_calls"), (named, 9, "stop")):
+            body = {
+                "messages": ASK,
+                "tools": TOOLS,
+                "tool_choice": choice,
+                "max_tokens": 70,
+                "logprobs": True,
+                "seed": 2,
+            }
+            told = client.post("/v1/chat/completions", json=body).json()
+            (made,) = told["choices"]
+            assert (told["usage"]["prompt_tokens"], made["finish_reason"]) == (before, finish)
+            for call in made["message"]["tool_calls"]:
+                check_arguments(call["function"]["name"], call["function"]["arguments"])
+            tokens = [token["token"] for token in made["logprobs"]["content"]]
+            assert tokens.count("[ARGS]") == (len(made["message"]["tool_calls"]) if choice == "required" else 0)
 
 
 # Through LangChain ----------------------------------------------------------------------------------------------------

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
-from tilemesh.serve.protocol import RefusedError, read_chat
+from tilemesh.data.tokenizer import Bytes
+from tilemesh.serve.chat import ChatTemplate
+from tilemesh.serve.constrain.schema import CALLS
+from tilemesh.serve.protocol import ChatMessage, RefusedError, read_chat
 from tilemesh.serve.tools import FORMS, AnswerReader, ToolUse, form_of, whole_message
 
 HERMES, MISTRAL, LLAMA = FORMS
@@ -154,6 +157,71 @@ def test_arguments_are_json_whatever_the_numbers_and_letters(use: ToolUse) -> No
     assert json.loads(arguments, parse_constant=refuse) == {"city": "\ud800", "days": 1.7976931348623157e308}
     nothing = whole_message(AnswerReader(USE, HERMES), text.replace("8e849", "NaN").strip("[]"))
     assert "tool_calls" not in nothing
+
+
+def test_an_answer_that_is_cut_in_a_call_that_must_come_has_no_mark_before_it() -> None:
+    for form in FORMS:
+        message = whole_message(AnswerReader(ToolUse((TIME,), "required"), form), '[{"na')
+        assert message["content"] == '[{"na'
+
+
+class TwoMarks(Bytes):
+    """Marks of calls are special tokens, as in Mistral's tokenizers."""
+
+    marks = ("[TOOL_CALLS]", "[ARGS]")
+
+    def encode(self, text: bytes, special: bool = False) -> Any:
+        return [256 + self.marks.index(text.decode())] if text.decode() in self.marks else list(text)
+
+    def spell(self, beginning: bool) -> list[bytes | None]:
+        return [*super().spell(beginning), None, None]
+
+
+@pytest.mark.parametrize("tokenizer", [Bytes(), TwoMarks()])
+def test_calls_that_must_come_have_their_names_first_where_the_template_writes_them_so(tokenizer: Bytes) -> None:
+    pytest.importorskip("llguidance")
+    mask = pytest.importorskip("tilemesh.serve.constrain.mask")
+    known = mask.Constraints(tokenizer, frozenset({0}))
+    constraint = known.get(None, ToolUse((WEATHER, TIME), "required").schema_of_names())
+
+    def accepts(*parts: str) -> bool:
+        cursor = mask.Cursor(constraint)
+        for token in (token for part in parts for token in tokenizer.encode(part.encode())):
+            (after,) = cursor.ahead([])
+            if after is None or not after.mask_V[token]:
+                return False
+            cursor.add(token)
+        return bool(cursor._parser.is_accepting())
+
+    ulm = ("weather", "[ARGS]", '{"city": "Ulm", "days": 3}')
+    assert accepts(*ulm)
+    assert accepts(*ulm, "[TOOL_CALLS]", "time", "[ARGS]", "{}")
+    assert not accepts(*ulm, "time", "[ARGS]", "{}")
+    assert not accepts("weather", "[ARGS]", "{}")
+    assert not accepts("other", "[ARGS]", "{}")
+    assert not accepts("[TOOL_CALLS]", "time", "[ARGS]", "{}")  # the prompt ends with the first mark
+    for parallel, count in ((True, 8), (False, 1)):
+        schema = ToolUse((TIME,), "required", parallel=parallel).schema_of_names()
+        constraint = known.get(None, schema)
+        calls = ("time", "[ARGS]", "{}", "[TOOL_CALLS]") * 9
+        assert [accepts(*calls[: 4 * number - 1]) for number in (1, count, count + 1)] == [True, True, False]
+
+
+def test_the_prompt_ends_with_the_marks_of_a_call_that_must_come() -> None:
+    pytest.importorskip("jinja2")
+    first = "{% if tools %}T{% endif %}{# '[TOOL_CALLS]' + name + '[ARGS]' #}"
+    messages = [ChatMessage("user", "a")]
+    for source, required, named in (
+        (first, "T[TOOL_CALLS]", "T[TOOL_CALLS]time[ARGS]"),
+        (first.replace("name", "name + '[CALL_ID]'"), "T", "T"),
+    ):
+        template = ChatTemplate(source, {})
+        assert template(messages, ToolUse((TIME,), "required")) == required
+        assert template(messages, ToolUse((TIME,), "named", "time")) == named
+        assert template(messages, ToolUse((TIME,))) == "T"
+        assert (CALLS in template.schema(ToolUse((TIME,), "required"))) == (required != "T")
+    use = ToolUse((WEATHER, TIME), "required")
+    assert read('weather[ARGS]{"city": "Ulm"}[TOOL_CALLS]time[ARGS]{}', 3, use, MISTRAL) == BOTH
 
 
 def test_references_of_a_tool_hold_inside_of_the_list_of_calls() -> None:

@@ -276,6 +276,8 @@ class ServingApp:
             self._named.add(field)
             self._say(f"a request has '{field}', which is accepted and changes nothing here; it is not named again")
         wanted = replace(asked.sampling, adapter=self.adapter(asked.model))
+        if self.template is not None and asked.tools.must_call:
+            wanted = replace(wanted, json_schema=self.template.schema(asked.tools))
         asked = replace(asked, sampling=replace(wanted, max_tokens=None) if asked.shortens else wanted)
         prompts = self._prompts(asked)
         if asked.shortens and wanted.max_tokens is not None:
@@ -306,7 +308,7 @@ class ServingApp:
                     f"{len(asked.messages):,} messages and the context is {self.engine.limits.context:,} tokens: "
                     "send fewer",
                 )
-            prompt = self.engine.encode(self.template(asked.messages, asked.tools.offered), special=False)
+            prompt = self.engine.encode(self.template(asked.messages, asked.tools), special=False)
             self.engine.check(prompt, asked.sampling)
             return [prompt]
         encoded = []

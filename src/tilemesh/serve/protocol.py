@@ -14,7 +14,7 @@ from typing import Any
 
 from tilemesh.core.errors import UsageError, nearest
 from tilemesh.core.ranges import Range, shown
-from tilemesh.serve.constrain.schema import unchecked_formats
+from tilemesh.serve.constrain.schema import CALLS, unchecked_formats
 from tilemesh.serve.request import Sampling
 from tilemesh.serve.tools import MOST_TOOLS, ToolUse, read_calls, read_tool
 
@@ -330,6 +330,8 @@ def _response_format(name: str, value: Any, reading: _BodyRead) -> None:
             raise RefusedError(name, f"response_format has {shown(min(others))}, which is not served: leave it out")
         if described.get("schema") is None:
             raise RefusedError(name, "response_format has no json_schema.schema: expected a JSON schema")
+        if isinstance(described["schema"], dict) and CALLS in described["schema"]:
+            raise RefusedError(name, f"response_format has '{CALLS}', which is not served: leave it out")
         reading.sampling["json_schema"] = described["schema"]
     elif kind == "json_object" and not told:
         reading.sampling["json_schema"] = {"type": "object"}

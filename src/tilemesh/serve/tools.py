@@ -3,7 +3,8 @@
 The one idea: an answer is text, read as it comes. What stands between a family's marks is a call, what stands between
 <think> marks is reasoning, the rest is content; whatever does not prove to be a call of a tool that was offered is
 content too, so nothing that the model said is lost. A call that must come (`required`, or one by name) has no marks:
-the whole answer is its JSON, which a schema constrains.
+the whole answer is its JSON, which a schema constrains. Where a template writes a name before each call's JSON, the
+prompt has the first mark, and of one by name all that stands before its arguments.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 
 from tilemesh.core.errors import UsageError
 from tilemesh.core.ranges import shown
+from tilemesh.serve.constrain.schema import CALLS
 
 MOST_TOOLS = 128
 _MOST_CALLS = 8
@@ -38,9 +40,10 @@ class ToolForm(NamedTuple):
     """What a chat template has that writes them so."""
 
 
+OPENS_CALL, OPENS_ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 FORMS = (
     ToolForm("hermes", "<tool_call>", "</tool_call>", "<tool_call>"),
-    ToolForm("mistral", "[TOOL_CALLS]", "", "[TOOL_CALLS]"),
+    ToolForm("mistral", OPENS_CALL, "", OPENS_CALL),
     ToolForm("llama", "", "", '"parameters"'),
 )
 """Hermes and Qwen; Mistral; Llama 3, whose answer begins with { or <|python_tag|>."""
@@ -55,6 +58,11 @@ def form_of(template: str) -> ToolForm | None:
     if "tools" not in template:
         return None
     return next((form for form in FORMS if form.seen in template), None)
+
+
+def names_come_first(template: str) -> bool:
+    """Whether this chat template writes a call as a mark, its name, another mark and its arguments."""
+    return OPENS_CALL in template and OPENS_ARGUMENTS in template and "[CALL_ID]" not in template
 
 
 @dataclass(frozen=True)
@@ -95,10 +103,9 @@ class ToolUse:
 
     def schema(self) -> Mapping[str, Any]:
         """What the answer must be: the arguments of the named tool, or a list of calls."""
-        own = {tool["function"]["name"]: tool["function"].get("parameters") or _NO_PARAMETERS for tool in self.tools}
+        own = self._parameters
         if self.choice == "named":
-            named: Mapping[str, Any] = own[self.name]
-            return named
+            return own[self.name]
         calls = [
             {
                 "type": "object",
@@ -109,8 +116,26 @@ class ToolUse:
             for number, name in enumerate(own)
         ]
         kept = {str(number): _moved(schema, f"#/$defs/{number}") for number, schema in enumerate(own.values())}
-        most = _MOST_CALLS if self.parallel else 1
-        return {"$defs": kept, "type": "array", "items": {"anyOf": calls}, "minItems": 1, "maxItems": most}
+        return {"$defs": kept, "type": "array", "items": {"anyOf": calls}, "minItems": 1, "maxItems": self._most}
+
+    def schema_of_names(self) -> Mapping[str, Any]:
+        """The same where names come first: no JSON as a whole, so `constrain.mask` writes its grammar."""
+        if self.choice == "named":
+            return self.schema()
+        return {CALLS: {"tools": self._parameters, "most": self._most, "marks": [OPENS_CALL, OPENS_ARGUMENTS]}}
+
+    @property
+    def begun(self) -> str:
+        """What the prompt ends with where names come first and a call must come."""
+        return OPENS_CALL + (self.name + OPENS_ARGUMENTS) * (self.choice == "named")
+
+    @property
+    def _parameters(self) -> dict[str, Mapping[str, Any]]:
+        return {tool["function"]["name"]: tool["function"].get("parameters") or _NO_PARAMETERS for tool in self.tools}
+
+    @property
+    def _most(self) -> int:
+        return _MOST_CALLS if self.parallel else 1
 
 
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -210,8 +235,9 @@ class AnswerReader:
             while (read := self._step(last)) is not None:
                 yield from read
             if last and self._text:
-                yield from self._parsed(self._text, self._text) if self._state == "call" else self._flush(self._text)
-                self._text = ""
+                text, self._text = self._text, ""
+                opens = self._form.opens if self._form is not None else ""
+                yield from self._parsed(text, opens + text) if self._state == "call" else self._flush(text)
 
     def _named(self) -> Iterator[AnswerDelta]:
         if not self.calls:
@@ -298,8 +324,6 @@ class AnswerReader:
             (name, arguments) for name, arguments in read if name in self._use.names and isinstance(arguments, dict)
         ]
         if not known or len(known) < len(calls):
-            if self._form is not None and self._form.opens and not whole.startswith(self._form.opens):
-                whole = self._form.opens + whole
             yield AnswerDelta("content", whole)
             return
         for name, arguments in known if self._use.parallel else known[:1]:

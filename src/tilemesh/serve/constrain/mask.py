@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from tilemesh.core.errors import UsageError
 from tilemesh.data.tokenizer import Tokenizer
-from tilemesh.serve.constrain.schema import prepare_schema
+from tilemesh.serve.constrain.schema import CALLS, prepare_schema
 
 _LONGEST = {"regex": 16_384, "json_schema": 100_000}
 _KEPT = 32
@@ -142,8 +142,12 @@ class Constraints:
             if kind == "regex":
                 grammar = LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(text, 'dws')}/")
             else:
-                narrowed = json.dumps(prepare_schema(json.loads(text)))
-                grammar = LLMatcher.grammar_from_json_schema(narrowed, overrides=_JSON_OPTIONS)
+                schema = json.loads(text)
+                if isinstance(schema, dict) and set(schema) == {CALLS}:
+                    grammar = LLMatcher.grammar_from_lark(self._calls(**schema[CALLS]))
+                else:
+                    narrowed = json.dumps(prepare_schema(schema))
+                    grammar = LLMatcher.grammar_from_json_schema(narrowed, overrides=_JSON_OPTIONS)
             start = LLMatcher(tokens, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
             error = start.get_error()
         except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as refused:
@@ -155,3 +159,18 @@ class Constraints:
         if not (after.may_end or after.mask_V.any()):
             raise UsageError(f"{kind} allows no text at all that this vocabulary can spell")
         return constraint
+
+    def _calls(self, tools: Mapping[str, Any], most: int, marks: Sequence[str]) -> str:
+        """A grammar of calls: a tool's name, the second mark and arguments, the first mark before the next one."""
+        opens, between = map(self._mark, marks)
+        rules = [f"start: call ({opens} call){{0,{most - 1}}}" if most > 1 else "start: call"]
+        rules.append("call: " + " | ".join(f"{json.dumps(name)} {between} a{at}" for at, name in enumerate(tools)))
+        for at, schema in enumerate(tools.values()):
+            rules.append(f"a{at}: %json {json.dumps({**prepare_schema(schema), 'x-guidance': _JSON_OPTIONS})}")
+        return "\n".join(rules)
+
+    def _mark(self, mark: str) -> str:
+        """A mark in a grammar: the special token that it is, or its text."""
+        tokens = [int(token) for token in self._tokenizer.encode(mark.encode())]
+        is_special = len(tokens) == 1 and not self._tokenizer.spell(False)[tokens[0]]
+        return f"<[{tokens[0]}]>" if is_special else json.dumps(mark)

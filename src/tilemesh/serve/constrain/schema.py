@@ -22,6 +22,8 @@ _MOST_PATTERNS = 8
 _MOST_STATES = 10_000
 """Remainders that the digits of a number may have: 20 microseconds each."""
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
+CALLS = "x-tool-calls"
+"""Instead of a schema: calls of tools must come that are no JSON as a whole, but a name before each one's JSON."""
 _LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _SINGLE = ("items", "additionalProperties")
