@@ -214,9 +214,20 @@ def test_a_conversation_goes_on_with_what_a_users_function_says(tmp_path: Path) 
     assert talks > 0
     assert refused > 0
     calls = [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
+    (line,) = (line for line in latest(folder) if line["kind"] == STEP)
+    prompts = [bytes(rollout.tokens[rollout.row(row)][:1].tolist()) for row in range(len(rollout))]
+    failed = sum((prompt, finish) == (b"b", "stop") for prompt, finish in zip(prompts, rollout.finish, strict=True))
+    assert failed > 0
+    assert (line["unheard"], line["unheard_why"]) == (failed / len(rollout), "ValueError: no more")
+    assert line["unscored"] == 0
     assert {len(turns) for _, turns in calls} == {1, 3}
     assert all(turns[1] == "ab:" for _, turns in calls if len(turns) == 3)
     assert [line["mismatch"] < 1e-4 for line in latest(folder) if line["kind"] == STEP] == [True]
+    more = ("align.max_tokens=1", "align.held_out=0", "train.steps=1")
+    cut = fit(load(start, sets=[*QUICK, *sets, *more]), start, run=tmp_path / "cut").folder
+    (line,) = (line for line in latest(cut) if line["kind"] == STEP)
+    assert (line["truncated"], line["unheard"]) == (1, 1)
+    assert line["unheard_why"] == "answers are cut at 1 tokens, and only one that ended is heard"
     with pytest.raises(UsageError, match="needs a function"):
         load(start, sets=[*QUICK, "align.task=vowels", "align.turns=2"])
 

@@ -287,6 +287,8 @@ def test_events_become_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert "reward 0.2500  held-out reward 0.3000" in step_words(event | {"reward": 0.25, "held_out": -0.3})
     scored = {"reward": 0.0, "held_out": 0.0, "unscored": 0.25, "unscored_why": "task: ValueError: no"}
     assert "held-out reward 0.0000  25% of answers not scored: task: ValueError: no  " in step_words(event | scored)
+    heard = {"reward": 0.0, "unheard": 0.5, "unheard_why": "ValueError: no"}
+    assert "50% of answers not heard by the environment: ValueError: no  " in step_words(event | heard)
     line = sink_to(Shown())
     line(0, "out", b"\x1e" + b'{"kind": "say", "text": "hello"}')
     line(1, "out", b"plain")

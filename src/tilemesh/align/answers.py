@@ -15,7 +15,7 @@ from tilemesh.align.config import FeedbackConfig
 from tilemesh.align.generate import EngineSeat, packed_bytes
 from tilemesh.align.prompts import Prompt, PromptSource
 from tilemesh.align.rewards import Rewards
-from tilemesh.align.turns import AnswerTurns, rollout_of
+from tilemesh.align.turns import ENVIRONMENT, AnswerTurns, rollout_of
 from tilemesh.core.shard import share
 from tilemesh.serve.answers import Completion
 from tilemesh.serve.request import Sampling
@@ -109,4 +109,5 @@ class DrawnPart:
         group = [self._begin + place // self._each for place in range(len(self._talks))]
         rollout = rollout_of(self._talks, group, self._answers.align.temperature)
         paid = self._answers.rewards.verify([each.item for each in self._talks])
-        return packed_bytes(rollout, paid.parts, paid.failures)
+        unheard = [f"{ENVIRONMENT}{each.failure}" for each in self._talks if each.failure]
+        return packed_bytes(rollout, paid.parts, [*paid.failures, *unheard])

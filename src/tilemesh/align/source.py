@@ -36,6 +36,7 @@ from tilemesh.align.prompts import Prompt
 from tilemesh.align.record import BATCH, HELD_OUT, note_begin, note_drawn, read_events
 from tilemesh.align.rewards import Rewards
 from tilemesh.align.shared import PassRows, padded_rows, shared_rows
+from tilemesh.align.turns import ENVIRONMENT
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.files import replacing
 from tilemesh.core.shard import share
@@ -58,7 +59,8 @@ class RolloutBatch:
     rollout: Rollout
     parts: dict[str, Floats]
     """What answers were paid, by part, before weights (S)."""
-    failures: int
+    failures: list[str]
+    """Why answers could not be scored, and the environment not say what follows."""
     old: Floats
     reference: Floats
     value: Floats
@@ -91,8 +93,6 @@ class RolloutSource(Source):
         self._batch: RolloutBatch | None = None
         self._held: dict[str, Any] = {}
         self._steps_done = 0
-        self._unscored_why = ""
-        """Of the last answers that could not be scored, the most common reason."""
         self._timed = drawing.answers.timed
         self._begun: tuple[int, int] | None = None
         """Which batch is being drawn, by weights of which version."""
@@ -203,7 +203,7 @@ class RolloutSource(Source):
             self._forget_files(iteration)
         return self._advantages(rollout, parts, failures, arrays, iteration)
 
-    def _drawn(self, iteration: int, number: int) -> tuple[Rollout, dict[str, Floats], int]:
+    def _drawn(self, iteration: int, number: int) -> tuple[Rollout, dict[str, Floats], list[str]]:
         """A batch's answers, and what they are paid; the next batch is begun where it is to be drawn ahead."""
         ahead, early = self.align.batches_ahead, self._early_file(iteration)
         oldest = version = number
@@ -290,19 +290,15 @@ class RolloutSource(Source):
         notes = {"version": version, "oldest": oldest, "failures": failures}
         _write_batch(self._early_file(iteration), packed_bytes(rollout, parts, notes))
 
-    def _paid(self, pieces: Sequence[bytes]) -> tuple[Rollout, dict[str, Floats], int]:
+    def _paid(self, pieces: Sequence[bytes]) -> tuple[Rollout, dict[str, Floats], list[str]]:
         """Answers with what they are paid."""
         rollout, joined, failures = _joined(pieces)
         if self.rewards.models:
             with self._timed("reward"):
                 joined |= self._judged(rollout)
-        for reason, times in Counter(failures).most_common(1):
-            self._unscored_why = reason
-            if self.mesh.comm.rank == 0:
-                self.recorder.at(f"{times} of {len(rollout)} answers could not be scored: {reason}")
         rollout = rollout.with_reward(self.rewards.total(joined))
         checks.check_rewards(rollout.reward, joined, self.rewards.weights)
-        return rollout, joined, len(failures)
+        return rollout, joined, failures
 
     def _judged(self, rollout: Rollout) -> dict[str, Floats]:
         """What reward models give, each replica's share of rows by itself."""
@@ -343,7 +339,7 @@ class RolloutSource(Source):
         return arrays
 
     def _advantages(
-        self, rollout: Rollout, parts: dict[str, Floats], failures: int, arrays: Mapping[str, Floats], number: int
+        self, rollout: Rollout, parts: dict[str, Floats], failures: list[str], arrays: Mapping[str, Floats], number: int
     ) -> RolloutBatch:
         row, sequence = self.align.row, rollout.sequence[rollout.trainable]
         old, reference, value = (arrays[name] for name in ("old", "reference", "value"))
@@ -429,12 +425,19 @@ class RolloutSource(Source):
         _, deviation, _ = advantages.group_means(rollout.reward, rollout.group)
         parts = {f"reward/{name}": float(np.nanmean(values)) for name, values in batch.parts.items()
                  if np.isfinite(values).any()}  # fmt: skip
-        why = {"unscored_why": self._unscored_why} if batch.failures else {}
+        unheard = [reason.removeprefix(ENVIRONMENT) for reason in batch.failures if reason.startswith(ENVIRONMENT)]
+        unscored = [reason for reason in batch.failures if not reason.startswith(ENVIRONMENT)]
+        truncated = sum(reason == LENGTH for reason in rollout.finish) / len(rollout)
+        if self.align.turns > 1 and truncated == 1 and not unheard:  # nobody was asked
+            reason = f"answers are cut at {self.align.longest} tokens, and only one that ended is heard"
+            unheard = [reason] * len(rollout)
+        why = {key: Counter(reasons).most_common(1)[0][0]
+               for key, reasons in (("unscored_why", unscored), ("unheard_why", unheard)) if reasons}  # fmt: skip
         return {
             **why, "reward": float(rollout.reward.mean()), "reward_std": float(rollout.reward.std()), **parts,
             "answer_tokens": float(rollout.trained.mean()),
-            "truncated": sum(reason == LENGTH for reason in rollout.finish) / len(rollout),
-            "groups_alike": float((deviation == 0).mean()), "unscored": batch.failures / len(rollout),
+            "truncated": truncated, "groups_alike": float((deviation == 0).mean()),
+            "unscored": len(unscored) / len(rollout), "unheard": len(unheard) / len(rollout),
             "age": float(number - rollout.versions[rollout.trainable].mean()),
             "oldest": float(number - rollout.first_version.min()),
         }  # fmt: skip
@@ -498,7 +501,7 @@ def _write_batch(path: Path, raw: bytes) -> None:
         part.write_bytes(raw)
 
 
-def _read_batch(path: Path) -> tuple[Rollout, dict[str, Floats], int, dict[str, Floats]]:
+def _read_batch(path: Path) -> tuple[Rollout, dict[str, Floats], list[str], dict[str, Floats]]:
     rollout, arrays, notes = unpacked_bytes(path.read_bytes())
     assert isinstance(notes, dict)
     parts = {name: arrays.pop(f"part {name}") for name in notes["parts"]}

@@ -2,7 +2,7 @@
 
 The one idea: a conversation is segments of tokens, drawn and given in turn. The engine goes on from all tokens so far,
 whose pages it still has; only what it drew is trained. `FILE.py:FUNCTION(prompt, turns, case)` gets all texts after the
-prompt and returns the next one, or none to end; where it fails, the conversation ends too.
+prompt and returns the next one, or none to end; where it fails, the conversation ends too, which is told.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from tilemesh.serve.answers import Answer, Completion
 from tilemesh.serve.request import Sampling
 from tilemesh.serve.sampling import sampled_logprobs
 
+ENVIRONMENT = "environment: "
+"""What failures of that function begin with, among those of a batch."""
+
 
 @dataclasses.dataclass
 class DrawnTalk:
@@ -34,6 +37,8 @@ class DrawnTalk:
     segments: list[Segment]
     texts: list[str] = dataclasses.field(default_factory=list)
     finish: str = ""
+    failure: str = ""
+    """Why the environment could not say what follows."""
 
     @property
     def tokens(self) -> list[int]:
@@ -85,7 +90,10 @@ class AnswerTurns:
         heard, going = [], [each for each in going if each.finish != LENGTH]
         calls = [(each.prompt.text, each.texts, each.prompt.case) for each in going]
         for each, called in zip(going, self._environment(calls), strict=True):
-            if isinstance(called.value, str) and called.value:
+            each.failure = called.failure
+            if called.value and not isinstance(called.value, str):
+                each.failure = f"{called.value!r:.60}: expected text, or nothing to end"
+            elif called.value:
                 given = encode_prompt(self.prompts.served.tokenizer, called.value)
                 if len(each.tokens) + len(given) + self.align.longest <= self.prompts.context:
                     each.segments.append(Segment(given))

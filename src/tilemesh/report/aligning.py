@@ -24,7 +24,7 @@ from tilemesh.runs.values import number
 
 _REWARD = ("reward", "reward_std", "held_out_reward", "pass_at_1", "pass_at_k")
 _POLICY = ("kl", "entropy", "old_kl", "clipped_low", "clipped_high", "mismatch", "value")
-_ANSWERS = ("answer_tokens", "truncated", "groups_alike", "unscored", "age", "oldest")
+_ANSWERS = ("answer_tokens", "truncated", "groups_alike", "unscored", "unheard", "age", "oldest")
 _PAIRS = ("pair_loss", "accuracy", "margin", "chosen")
 _MOST_COLUMNS = 6
 _PHASES = {

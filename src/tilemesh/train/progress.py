@@ -25,8 +25,9 @@ def step_words(event: Mapping[str, Any]) -> str:
         parts.append(f"reward {reward:.4f}")
     if held_out is not None:  # of rewards it is what is to fall: the negative one
         parts.append(f"held-out {held_out:.4f}" if reward is None else f"held-out reward {0.0 - held_out:.4f}")
-    if event.get("unscored"):
-        parts.append(f"{event['unscored']:.0%} of answers not scored: {event['unscored_why']}")
+    for key, words in (("unscored", "scored"), ("unheard", "heard by the environment")):
+        if event.get(key):
+            parts.append(f"{event[key]:.0%} of answers not {words}: {event[key + '_why']}")
     parts += [
         format_rate(event["tokens_per_s"], f"{event.get('counts', 'tokens')}/s"),
         f"{format_bytes(event['memory_bytes'])} per rank",
