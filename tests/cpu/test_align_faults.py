@@ -237,6 +237,45 @@ def test_a_planted_fault_is_found_and_named_before_the_second_step(
     assert len([line for line in latest(tmp_path / "run") if line["kind"] == STEP]) <= 1
 
 
+def some_encoded_again(rollout: Rollout) -> Rollout:
+    """One in 40."""
+    tokens, some = rollout.tokens.copy(), np.flatnonzero(rollout.trainable)[3::40]
+    tokens[some] ^= 1
+    return dataclasses.replace(rollout, tokens=tokens)
+
+
+def history_as_drawn(rollout: Rollout) -> Rollout:
+    """With a log-probability of 0 and the weights' version."""
+    versions, first = rollout.versions.copy(), rollout.starts[:-1] + 1
+    versions[first] = versions.max()
+    return history_trained(dataclasses.replace(rollout, versions=versions))
+
+
+NARROW: dict[str, tuple[Plant, str]] = {
+    "raw instead of tempered log-probabilities": (raw_logprobs, "temperature"),
+    "stale prefix pages": (stale_pages, "stale pages"),
+    "wake without weights": (wake_without_weights, "other weights"),
+    "one token in 40 encoded again": (changed_rollout(some_encoded_again), "other tokens"),
+    "history trained": (changed_rollout(history_as_drawn), "other tokens"),
+    "nothing": (prompts_again, ""),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-master"])
+@pytest.mark.parametrize("fault", NARROW)
+def test_a_planted_fault_is_found_where_rounding_and_updates_say_little(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, precision: str
+) -> None:
+    """In bf16 weights of a few low updates before differ by less than rounding does."""
+    plant, words = NARROW[fault]
+    plant(monkeypatch)
+    config = load(start, sets=[*QUICK, f"plan.precision={precision}", "optimizer.lr=1e-5", "train.steps=2"])
+    with pytest.raises(RunError, match=words) if words else contextlib.nullcontext():
+        fit(config, start, run=tmp_path / "run")
+    steps = len([line for line in latest(tmp_path / "run") if line["kind"] == STEP])
+    assert steps <= 1 if words else steps == 2
+
+
 @pytest.mark.parametrize("is_planted", [True, False])
 def test_log_probabilities_are_compared_where_updates_take_those_of_the_engine(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_planted: bool

@@ -39,6 +39,9 @@ from tilemesh.serve.rank import LaidRunner, LeadingRunner, follow_steps, followi
 from tilemesh.serve.request import Sampling
 from tilemesh.serve.runner import Runner
 
+_COMPARED = 4096
+"""Numbers of a parameter that are compared after an update."""
+
 
 class EngineSeat:
     """A rank with an engine, or a place for one."""
@@ -58,12 +61,21 @@ class EngineSeat:
             self.engine.sleep(1)
         return completions
 
-    def _write(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Weights of the very model that the engine was made for: nobody looks again whether they fit it."""
+    def _write(self, weights: Iterator[tuple[str, Tensor]], version: int, name: str, trained: Tensor | None) -> None:
+        """Weights of the very model that the engine was made for: nobody looks again whether they fit it. What it then
+        has is compared with one that trains: differences of weights that lie closer than rounding are found here."""
         assert self.engine is not None
         self.engine.write_weights(WeightSource({}, weights), version, "recompute")
         if self.engine.version != version:
             raise RunError(f"the engine has weights of version {self.engine.version}: expected {version}")
+        if pages := self.engine.status.pages_idle:
+            raise RunError(f"the engine still finds {pages} pages that weights before version {version} computed: they "
+                           "are stale pages")  # fmt: skip
+        if trained is not None:
+            own = self.engine.served.model.get_parameter(name).flatten()[:_COMPARED]
+            if not torch.allclose(trained.flatten()[:_COMPARED].to(own), own, rtol=0, atol=0, equal_nan=True):
+                raise RunError(f"{name} of the engine is not that of version {version}: it computes with other weights "
+                               "(none came after a sleep, or into memory that it does not read)")  # fmt: skip
 
     def close(self) -> None:
         if self.engine is not None:
@@ -81,7 +93,8 @@ class RolloutEngine(EngineSeat):
         self.engine = Engine(dataclasses.replace(served, model=model, origin=None), engine)
 
     def update(self, weights: Mapping[str, Tensor], version: int) -> None:
-        self._write(iter(weights.items()), version)
+        name = list(weights)[version % len(weights)]
+        self._write(iter(weights.items()), version, name, weights[name])
 
 
 class Generator(EngineSeat):
@@ -167,7 +180,9 @@ class Generator(EngineSeat):
             return
         self._version = version
         if self.engine is not None:
-            self._write(self.engine_weights(), version)
+            name = self.names[version % len(self.names)]
+            is_own = self._gathers is None and name.removesuffix(".weight") not in self._adapted
+            self._write(self.engine_weights(), version, name, self._own[name].detach() if is_own else None)
         elif self._runner is not None:
             self._runner.write_weights(self.engine_weights())
 

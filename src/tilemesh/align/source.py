@@ -182,11 +182,11 @@ class RolloutSource(Source):
         held, self._held = self._held, {}
         seconds, self._timed.seconds = self._timed.seconds, {}
         # By the same weights: those of the engine are the trained ones until their first update.
-        is_first = inner == 0 or self.align.old == "trainer"
+        is_first, spread = inner == 0 or self.align.old == "trainer", figures.pop("mismatch_square") ** 0.5
         if not is_first:
             del figures["mismatch"]
         elif (batch.rollout.first_version > batch.number * self.align.steps_per_batch).all():
-            checks.check_mismatch(figures["mismatch"], next(self.laid.module.parameters()).dtype, self.config)
+            checks.check_mismatch(figures["mismatch"], spread, next(self.laid.module.parameters()), self.config)
         phases = {f"seconds/{phase}": taken for phase, taken in seconds.items()}
         return {**figures, **self._batch_figures(batch, number), **phases, **held}
 

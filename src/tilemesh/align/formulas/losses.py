@@ -38,10 +38,11 @@ class PolicyTokens:
     """By the program that trains, where `old_N` is not: what that program is judged by."""
 
 
-FIGURES = ("policy", "kl", "entropy", "value", "clipped_low", "clipped_high", "mismatch", "old_kl")
+FIGURES = ("policy", "kl", "entropy", "value", "clipped_low", "clipped_high", "mismatch", "mismatch_square",
+           "old_kl")  # fmt: skip
 """Means over the trained tokens of the global batch, of which each microbatch has a part: the policy's loss, KL to the
-reference (k3), entropy, the value's loss, ratios held back, |trained - sampled| log-probability, KL to the weights that
-drew (k3)."""
+reference (k3), entropy, the value's loss, ratios held back, |trained - sampled| log-probability and its square, KL to
+the weights that drew (k3)."""
 
 
 def policy_loss(
@@ -75,6 +76,7 @@ def policy_loss(
         trained_N = tokens.old_N if tokens.trained_N is None else tokens.trained_N
         mismatch_N = (trained_N - tokens.sampled_N).abs()
         old_kl_N = ESTIMATORS["k3"](tokens.logprob_N, tokens.old_N)
-        counted = [(tokens.share_N * value_N).sum() for value_N in (low_N, high_N, mismatch_N, old_kl_N)]
+        values = (low_N, high_N, mismatch_N, mismatch_N.square(), old_kl_N)
+        counted = [(tokens.share_N * value_N).sum() for value_N in values]
         figures = torch.stack([part.detach() for part in (policy, kl, entropy, value, *counted)])
     return total, figures
