@@ -321,3 +321,42 @@ def test_small_sums_of_gradients_are_one_exchange() -> None:
     joint = place_joint(trace, (("dp", 4),), {"input0": "dp:S0"})
     local = local_graph(joint.placed, 0, joint.outputs)
     assert len(sums(combined(local))) == len(sums(local))
+
+
+class Averages(nn.Module):
+    """Buffers that are assigned to, and written into in place after they were read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 4, dtype=D)
+        self.register_buffer("mean", torch.ones(4, dtype=D))
+        self.register_buffer("queue", torch.eye(8, 4, dtype=D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        loss = (y * self.mean).square().mean() + (y @ self.queue.clone().t()).logsumexp(1).mean()
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        self.queue.copy_(y.detach())
+        return loss
+
+
+def test_buffers_that_are_assigned_to_or_read_before_they_change() -> None:
+    module = Averages()
+    require_equal(module, [batch()[0]], {"dp": 2}, ROWS)
+    require_equal(module, [batch()[0]], {"dp": 2, "tp": 2}, ROWS | {"linear.weight": "tp:S0", "queue": "tp:S1"})
+
+
+class Grows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 4, dtype=D)
+        self.register_buffer("seen", torch.zeros(1, dtype=D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = torch.cat([self.seen, x.mean().reshape(1)])
+        return self.linear(x).mean()
+
+
+def test_a_buffer_that_becomes_another_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"its buffer seen, torch.float64 \[1\], one of torch.float64 \[2\]"):
+        trace_joint(Grows(), ModuleCall.example([batch()[0]]))

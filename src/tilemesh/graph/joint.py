@@ -175,14 +175,16 @@ def trace_joint(
 
     def flat(*values: Tensor) -> list[Tensor]:
         own = dict(zip((*parameters, *buffers), values, strict=False))
-        kept = {name: own[name].clone() for name in buffers}
+        after = own | {name: own[name].clone() for name in buffers}  # a buffer that is assigned to is written back
         args, kwargs = call.arguments(values[len(own) :])
-        leaves, found["spec"] = pytree.tree_flatten(functional_call(module, own | kept, args, kwargs))
+        leaves, found["spec"] = pytree.tree_flatten(functional_call(module, after, args, kwargs))
+        for name in buffers:
+            _require_alike(name, own[name], after[name])
         found["leaves"] = [TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         found["slopes"] = [leaf.requires_grad for leaf in outputs]
         # A result that is an input, or another result, is a tensor of its own.
-        return [*(leaf.clone() for leaf in outputs), *(value.detach() for value in kept.values())]
+        return [*(leaf.clone() for leaf in outputs), *(after[name].detach() for name in buffers)]
 
     device = call.tensors[0].device
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -198,6 +200,8 @@ def trace_joint(
             traced: Any = aot_export_joint_simple(
                 flat, tuple(fakes), trace_joint=has_gradients, decompositions=decompositions(passes=True)
             )
+    except UsageError:
+        raise
     except Exception as error:
         raise RunError(f"the module cannot be traced: {tracing_failure(error)}") from error
     names = [*parameters, *buffers, *call.names]
@@ -216,6 +220,12 @@ def trace_joint(
         graph, tuple(parameters), tuple(buffers), call.names, tuple(slopes), count, tuple(changed), tuple(gradients),
         (found["leaves"], found["spec"]), lowered.held,
     )  # fmt: skip
+
+
+def _require_alike(name: str, before: Tensor, after: Tensor) -> None:
+    if (after.shape, after.dtype) != (before.shape, before.dtype):
+        was, now = (f"{value.dtype} {list(value.shape)}" for value in (before, after))
+        raise UsageError(f"the module makes its buffer {name}, {was}, one of {now}: give it what it stays from the start")
 
 
 DRAWN = "aten.rand.generator"

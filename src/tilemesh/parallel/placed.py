@@ -247,7 +247,11 @@ class _Passes(torch.autograd.Function):
             ) from error
         results, saved = made[: run.results], made[run.results :]
         ctx.run = run
-        ctx.save_for_backward(*saved)
+        own = zip((*run.trace.parameters, *run.trace.buffers), tensors, strict=False)
+        changing = {value.untyped_storage().data_ptr() for name, value in own if name in run.trace.changed}
+        ctx.save_for_backward(
+            *(value.clone() if value.untyped_storage().data_ptr() in changing else value for value in saved)
+        )
         ctx.mark_non_differentiable(
             *(value for number, value in enumerate(results) if number not in run.trace.tangents)
         )
