@@ -352,3 +352,11 @@ def test_what_no_stages_can_train_is_refused(
     config = staged(tmp_path, mesh, *sets, function=function)
     with pytest.raises(UsageError, match=message):
         trained(config, tmp_path / "run")
+
+
+def test_held_out_data_in_another_order_is_refused(tmp_path: Path) -> None:
+    config = configured(tmp_path, "tp=1")
+    file = tmp_path / "program.py"
+    file.write_text(file.read_text().replace("[batch(1001)", '[dict(y=batch(1)["y"], x=batch(1)["x"])'))
+    with pytest.raises(UsageError, match="held-out data is called with y, x and step 1 with x, y"):
+        trained(config, tmp_path / "run")

@@ -211,17 +211,22 @@ class ModuleBatches(Source):
 
     def fetch(self, number: int) -> list[Microbatch]:
         call = self.lessons.first if number == 1 else self.lessons.call(number)
-        if call.key[1:] != self.lessons.first.key[1:]:
-            raise UsageError(
-                f"step {number} is called with {', '.join(call.names)} and step 1 with "
-                f"{', '.join(self.lessons.first.names)}, or with other values beside its tensors: give all steps alike"
-            )
-        cut = cut_rows(_on(call, self.device).tensors, self.lessons.microbatches)
+        cut = cut_rows(self._tensors(call, f"step {number}"), self.lessons.microbatches)
         return [Microbatch(tensors, 0) for tensors in cut]
 
     def held_out(self) -> Iterator[Microbatch]:
         for example in self.lessons.program.held_out:
-            yield Microbatch(_on(ModuleCall.example(example), self.device).tensors, 0)
+            yield Microbatch(self._tensors(ModuleCall.example(example), "held-out data"), 0)
+
+    def _tensors(self, call: ModuleCall, of: str) -> tuple[Tensor, ...]:
+        """Of a call that takes what step 1 does, in the same order."""
+        first = self.lessons.first
+        if call.key[1:] != first.key[1:]:
+            raise UsageError(
+                f"{of} is called with {', '.join(call.names)} and step 1 with {', '.join(first.names)}, or with other "
+                "values beside its tensors: give all alike"
+            )
+        return _on(call, self.device).tensors
 
     def held_out_bytes_per_token(self) -> None:
         return None
