@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -360,3 +361,54 @@ class Grows(nn.Module):
 def test_a_buffer_that_becomes_another_is_refused() -> None:
     with pytest.raises(UsageError, match=r"its buffer seen, torch.float64 \[1\], one of torch.float64 \[2\]"):
         trace_joint(Grows(), ModuleCall.example([batch()[0]]))
+
+
+class Holds(nn.Module):
+    """A tensor that is no buffer, read more than once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(6, 6, dtype=D), torch.arange(6.0, dtype=D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((self.linear(x) * self.scale).tanh() * self.scale).square().mean()
+
+
+def test_a_tensor_of_the_modules_own_is_read_more_than_once() -> None:
+    require_equal(Holds(), [batch()[0]], {"dp": 2}, ROWS)
+
+
+class Aliased(nn.Module):
+    """A parameter that is also read from a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6, dtype=D)
+        self.tables = [self.linear.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.tables[0], self.linear.bias).square().mean()
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(6, 6, dtype=D), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x).square().mean() * self.calls
+
+
+def test_what_a_program_would_keep_as_it_was_is_refused() -> None:
+    x = batch()[0]
+    with pytest.raises(UsageError, match="weight is read beside the module's parameters"):
+        trace_joint(Aliased(), ModuleCall.example([x]))
+    with pytest.raises(UsageError, match="calls changes as the module is called"):
+        trace_joint(Counts(), ModuleCall.example([x]))
+    with pytest.raises(UsageError, match="a ndarray: expected tensors, numbers"):
+        ModuleCall.example([x, np.ones(2000)])
+    hooked = Mlp()
+    hooked.up.weight.register_hook(lambda gradient: gradient / 2)
+    with pytest.raises(UsageError, match="weight has hooks"):
+        run_threads(1, lambda comm: place(hooked, Mesh(comm, dp=1), {}, batch()))

@@ -402,9 +402,16 @@ def hooked() -> torch.nn.Linear:
     return layer
 
 
+def halved() -> torch.nn.Linear:
+    layer = torch.nn.Linear(8, 4)
+    layer.weight.register_hook(lambda gradient: gradient / 2)  # type: ignore[no-untyped-call]
+    return layer
+
+
 @pytest.mark.parametrize(
     ("layer", "split", "message"),
     [
+        (halved, "row", "0.weight has hooks on its gradient"),
         (lambda: ScaledTable(4, 4), "vocabulary", "0, a ScaledTable, has a forward of its own, which a VocabularySpl"),
         (lambda: TwiceLinear(8, 4), "row", "0, a TwiceLinear, has a forward of its own, which a RowSplit would drop"),
         (hooked, "row", "0, a Linear, has hooks, which a RowSplit would drop: make it a plain nn.Linear"),

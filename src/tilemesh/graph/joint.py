@@ -11,6 +11,8 @@ import copy
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
+from numbers import Number
 from typing import Any
 
 import torch
@@ -36,6 +38,8 @@ from tilemesh.graph.tracing import quiet, tracing_failure
 _TRACING = threading.Lock()  # torch traces one program at a time
 TENSOR = object()
 """Among what a module returns, the place of a tensor."""
+_PLAIN = (type(None), Number, str, bytes, slice, range, Enum, torch.Size, torch.dtype, torch.device)
+"""Arguments whose `repr` says all that they are."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,11 @@ class ModuleCall:
         if not tensors:
             raise UsageError("the module is called without a tensor: give its inputs, by place or by name")
         kept = tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        if strange := [leaf for leaf in kept if not (leaf is TENSOR or isinstance(leaf, _PLAIN) or callable(leaf))]:
+            raise UsageError(
+                f"the module is called with a {type(strange[0]).__name__}: expected tensors, numbers, words and None, "
+                "or lists, tuples and dicts of these, since a program is kept for calls that differ in tensors alone"
+            )
         return cls(tuple(tensors), tuple(names), kept, spec)
 
     @classmethod
@@ -168,7 +177,8 @@ def trace_joint(
     """
     parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     # Of the same tensors: while it is traced it has others, and threads that are ranks may share a module.
-    module = copy.deepcopy(module, {id(value): value for value in (*parameters.values(), *buffers.values())})
+    given, owned = module, {**parameters, **buffers}
+    module = copy.deepcopy(module, {id(value): value for value in owned.values()})
     if doubled := {*call.names} & {*parameters, *buffers}:
         raise UsageError(f"{min(doubled)} is an input and a parameter: give the input by its place, in a list")
     found: dict[str, Any] = {}
@@ -207,7 +217,9 @@ def trace_joint(
     names = [*parameters, *buffers, *call.names]
     trained = {name for name, fake in zip(names, fakes, strict=True) if fake.requires_grad}
     slopes = [number for number, has in enumerate(found["slopes"]) if has and has_gradients]
+    _require_steady(given, module)
     lowered = lower(traced, [*names, *map(tangent_name, slopes)], convolutions=True)
+    _require_read_by_name(owned, lowered.held)
     inputs, count, returned = lowered.graph.inputs, len(found["slopes"]), lowered.returned
     after = zip(buffers, returned[count:], inputs[len(parameters) :], strict=False)
     # A buffer that stays as it is, and a gradient of nothing, are no results.
@@ -222,10 +234,32 @@ def trace_joint(
     )  # fmt: skip
 
 
+def _require_steady(given: nn.Module, called: nn.Module) -> None:
+    for (name, before), after in zip(given.named_modules(), called.modules(), strict=False):
+        for key, value in vars(before).items():
+            if isinstance(value, int | float) and (now := vars(after).get(key)) is not value and now != value:
+                raise UsageError(
+                    f"{f'{name}.' if name else ''}{key} changes as the module is called, and a program keeps "
+                    "the number that it was traced with: make it a buffer, or count outside of the module"
+                )
+
+
+def _require_read_by_name(owned: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:
+    memory = {value.untyped_storage().data_ptr(): name for name, value in owned.items() if not value.is_meta}
+    for value in held.values():
+        if value.numel() and (name := memory.get(value.untyped_storage().data_ptr())):
+            raise UsageError(
+                f"{name} is read beside the module's parameters and buffers, such as from a list, or by a view that "
+                "was made of it before: such a tensor would stay as it is now; read it by its name"
+            )
+
+
 def _require_alike(name: str, before: Tensor, after: Tensor) -> None:
     if (after.shape, after.dtype) != (before.shape, before.dtype):
         was, now = (f"{value.dtype} {list(value.shape)}" for value in (before, after))
-        raise UsageError(f"the module makes its buffer {name}, {was}, one of {now}: give it what it stays from the start")
+        raise UsageError(
+            f"the module makes its buffer {name}, {was}, one of {now}: give it what it stays from the start"
+        )
 
 
 DRAWN = "aten.rand.generator"

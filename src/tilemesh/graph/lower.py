@@ -130,8 +130,11 @@ class _Lowering:
                 with unset_fake_temporarily():  # torch compiles under fake tensors; this one is real
                     self.values[node] = build.constant(value.item(), (), dtype_name(value.dtype))
             elif node.op == "get_attr":
-                self.held[f"held {node.target}"] = _attribute(self.module, str(node.target))
-                self.values[node] = self._argument(node, f"held {node.target}")
+                name = f"held {node.target}"
+                if name not in self.held:
+                    self.held[name] = _attribute(self.module, str(node.target))
+                    self._argument(node, name)
+                self.values[node] = next(value for value in self.inputs if value["name"] == name)
             elif node.op == "call_function" and node.target not in ASSERTED:
                 self.values[node] = self._call(node)
             elif node.op == "output":

@@ -52,6 +52,7 @@ from tilemesh.parallel.shard import (
     Split,
     VocabularySplit,
     Whole,
+    require_no_hooks,
     shard,
     split_of,
     take,
@@ -517,6 +518,7 @@ def _cut_parameters(model: nn.Module, shards: Mapping[str, Shard], device: torch
             mine = take(shards[name], parameter.detach()).clone(memory_format=torch.contiguous_format)
         else:
             continue
+        require_no_hooks(name, parameter)
         local[id(parameter)] = nn.Parameter(mine, requires_grad=parameter.requires_grad)
     for module in model.modules():
         for name, before in list(module._parameters.items()):

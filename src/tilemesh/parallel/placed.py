@@ -41,7 +41,7 @@ from tilemesh.graph.joint import (
 )
 from tilemesh.parallel.agree import agree, tell
 from tilemesh.parallel.mesh import Mesh
-from tilemesh.parallel.shard import take
+from tilemesh.parallel.shard import require_no_hooks, take
 from tilemesh.parallel.whole import gather_parts, handed_around
 from tilemesh.plan.place.combine import combined
 from tilemesh.plan.place.local import local_graph, whole_shape
@@ -284,6 +284,7 @@ class PlacedModule(nn.Module):
         own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         local: dict[int, Any] = {}
         for name, value in own.items():
+            require_no_hooks(name, value)
             placement = joint.placement(name)
             mine = placement.shard(tuple(value.shape), mesh.shape, mesh.comm.rank, name)
             self.shards[name] = mine

@@ -218,3 +218,12 @@ def _require_shape(mine: Shard, array: Any, wanted: tuple[int, ...], what: str) 
 def elements(shards: Mapping[str, Shard]) -> int:
     """How many numbers a rank holds."""
     return sum(math.prod(mine.shape) for mine in shards.values())
+
+
+def require_no_hooks(name: str, parameter: Any) -> None:
+    """Of a parameter that another takes the place of: its gradient would go where no hook sees it."""
+    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        raise UsageError(
+            f"{name} has hooks on its gradient, and a rank has a part of it, without them: change gradients after the "
+            "backward pass instead"
+        )
