@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,7 @@ from tilemesh.report import (
 from tilemesh.report.draw import PlotAxis, around
 from tilemesh.report.html import coded, data, el, escape, page
 from tilemesh.report.run import DIED, DONE, RUNNING, STARTING, STOPPED
+from tilemesh.report.run_parts import progress
 from tilemesh.runs.folder import write_busyness
 
 MakeRun = Callable[..., Path]
@@ -240,6 +242,7 @@ def test_a_bucket_of_no_numbers_breaks_the_line() -> None:
 
 def test_axes_have_round_ticks() -> None:
     assert PlotAxis(0, 10_000, "").ticks(5) == [0, 2000, 4000, 6000, 8000, 10_000]
+    assert PlotAxis(0, 270, "", unit=60).ticks(6) == [0, 60, 120, 180, 240]
     assert PlotAxis(0, 3, "", whole=True).ticks(6) == [0, 1, 2, 3]
     assert PlotAxis(0, 80 * 2**30, "", binary=True).ticks(4) == [0, 20 * 2**30, 40 * 2**30, 60 * 2**30, 80 * 2**30]
     for top, ticks in {
@@ -481,6 +484,21 @@ def test_a_page_of_a_run_on_a_busy_machine_says_so(make_run: MakeRun) -> None:
     (folder / "predicted.json").write_text(json.dumps({"calibration_busy": "other work used 60% of the cores"}))
     page = run_page.render(run.read(folder), kind_page.Beside())
     assert "a calibration of a busy machine (other work used 60% of the cores): calibrate again" in page
+    quiet, busy = run.read(make_run("quiet")), run.read(folder)
+    pair = compare_page.render(quiet, kind_page.Beside(), busy, kind_page.Beside())
+    for page in (pair, compare_page.render_several([quiet, busy, run.read(make_run("third"))])):
+        assert f"<p>{busy.name}: The machine was busy while this run went on" in page
+        assert page.count("The machine was busy") == 1
+
+
+def test_ticks_of_a_clock_have_one_unit(make_run: MakeRun) -> None:
+    read = run.read(make_run())
+    for end_s, units in ((0.4, {"ms"}), (90, {"s"}), (270, {"min"}), (100_000, {"h"}), (800_000, {"d"})):
+        began = read.clock[0][0]
+        steps = tuple((began + end_s * place / 10, place) for place in range(11))
+        chart = str(progress(dataclasses.replace(read, clock=steps, events=())))
+        ticks = re.findall(r'class="tx[^"]*" style="[^"]*">([^<]*)<', chart)
+        assert {tick.split()[1] for tick in ticks} == units, (end_s, ticks)
 
 
 def test_two_runs_say_what_each_lacks(make_run: MakeRun) -> None:

@@ -17,7 +17,7 @@ from tilemesh.report.html import Child, Html, article, el, headed, join, pair
 from tilemesh.report.kind_page import Beside, KindPage
 from tilemesh.report.kinds import page_of
 from tilemesh.report.run import Run, flat
-from tilemesh.report.run_parts import absent, cannot_show, missing_words, overlay
+from tilemesh.report.run_parts import absent, cannot_show, disturbed, missing_words, overlay
 from tilemesh.runs.values import numbers as figures
 
 MOST_LETTERS = 32
@@ -42,6 +42,7 @@ def render(first: Run, first_beside: Beside, second: Run, second_beside: Beside)
         "tilemesh",
         compare.sentence(names[1], changed, differences),
         cannot_show(missing),
+        disturbed(first, second, names=names),
         headed("What was changed", _settings((first, second), names)),
         headed("What it changed", _differences(differences, names)),
         *(headed(part.title, part.body(first, second, names)) for part in kind_page.pairs),
@@ -64,6 +65,7 @@ def render_several(runs: Sequence[Run]) -> str:
         title,
         "tilemesh",
         None,
+        disturbed(*runs, names=names),
         headed("What differs", _settings(runs, names)),
         headed("Where they ended", _figures(runs, names)) if together is None else None,
         headed("Together", pair(*curves) if together is None else together(runs)),

@@ -36,6 +36,8 @@ class PlotAxis:
     """Only whole numbers get a tick."""
     binary: bool = False
     """Ticks at round numbers of KiB, MiB, GiB."""
+    unit: float = 1.0
+    """Ticks at round numbers of it, such as 60 for minutes on an axis of seconds."""
     names: Sequence[str] = ()
     """Instead of numbers: places 0, 1, 2, … each with its name."""
 
@@ -64,7 +66,7 @@ class PlotAxis:
         width = (self.high - self.low) / max(1, about)
         if width <= 0 or not math.isfinite(width):
             return [self.low]
-        step = _binary_step(width, self.high) if self.binary else _decimal_step(width)
+        step = _binary_step(width, self.high) if self.binary else self.unit * _decimal_step(width / self.unit)
         if self.whole:
             step = max(1.0, round(step))
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)

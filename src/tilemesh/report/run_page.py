@@ -7,7 +7,7 @@ from tilemesh.report.html import Html, coded, el, fact_list, join, page, tied
 from tilemesh.report.kind_page import Beside, KindPage, Verdict
 from tilemesh.report.kinds import page_of
 from tilemesh.report.run import RUNNING, Run
-from tilemesh.report.run_parts import cannot_show, disturbances, missing_words
+from tilemesh.report.run_parts import cannot_show, disturbed, missing_words
 
 
 def render(run: Run, beside: Beside, *, live: str | None = None, kind_page: KindPage | None = None) -> str:
@@ -23,7 +23,7 @@ def render(run: Run, beside: Beside, *, live: str | None = None, kind_page: Kind
         _verdict(kind_page.verdict(run, beside)),
         el("p", f"Following the {followed}.", class_="quiet", id="state") if live is not None else None,
         fact_list(kind_page.facts(run, beside)),
-        _disturbed(run),
+        disturbed(run),
         cannot_show(missing_words(run, kind_page.expects)),
         el("nav", *(el("a", section.name, href=f"#{section.name}") for section, _ in shown), aria_label="sections"),
     )
@@ -43,9 +43,3 @@ def _verdict(verdict: Verdict) -> Html:
         el("p", coded(tied(verdict.sentence)), class_="verdict bad" if verdict.is_bad else "verdict"),
         el("p", el("b", "What can be done: "), coded(tied(verdict.advice))) if verdict.advice else None,
     )
-
-
-def _disturbed(run: Run) -> Html | None:
-    """A line each where other work disturbed the run, or the calibration that its prediction comes from."""
-    lines = disturbances(run)
-    return el("div", *(el("p", line) for line in lines), class_="missing", id="busy") if lines else None

@@ -162,6 +162,10 @@ def _step_table(
     return draw.PageTable(head, rows, [x.place(bucket.middle) for bucket in coarse], f"Every step is in {METRICS}.")
 
 
+_CLOCK = (("d", 86400.0, 172800.0), ("h", 3600.0, 7200.0), ("min", 60.0, 120.0), ("s", 1.0, 1.0), ("ms", 1e-3, 0.0))
+"""Units of a run's clock, each with its seconds and the shortest run that is shown in it."""
+
+
 def progress(run: Run) -> Html | None:
     """Steps against the clock: where a run stood still, and when it was restarted, can be seen."""
     began = run.began_at
@@ -172,7 +176,8 @@ def progress(run: Run) -> Html | None:
         (event, max(0.0, event.at - began)) for event in run.events if event.at is not None and event.at - began < 1e12
     ]
     end = max(1e-3, *(at for at, _ in known), *(at for _, at in happened))
-    x = draw.PlotAxis(0, end, "since the first step", format_seconds)
+    word, unit = next((word, unit) for word, unit, least in _CLOCK if end >= least)
+    x = draw.PlotAxis(0, end, "since the first step", lambda at: f"{at / unit:.4g} {word}", unit=unit)
     y = draw.PlotAxis(0, max(1, *(step for _, step in known)) * 1.05, "steps done", format_count, whole=True)
     points: list[tuple[float, float | None]] = []
     before = 0
@@ -281,7 +286,14 @@ def _environment(run: Run) -> dict[str, str]:
     return shown
 
 
-def disturbances(run: Run) -> list[str]:
+def disturbed(*runs: Run, names: Sequence[str] = ()) -> Html | None:
+    """A line each where other work disturbed a run, or the calibration that its prediction comes from."""
+    before = [f"{name}: " for name in names] or [""]
+    lines = [el("p", start, line) for start, run in zip(before, runs, strict=True) for line in _disturbances(run)]
+    return el("div", *lines, class_="missing", id="busy") if lines else None
+
+
+def _disturbances(run: Run) -> list[str]:
     """What other work on the machine says about this page's figures."""
     busy, calibration = read_busyness(run.environment), run.predicted.get("calibration_busy")
     lines = []
