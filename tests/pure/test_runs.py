@@ -296,6 +296,12 @@ def test_a_folder_that_is_named_by_a_link_is_that_folder(tmp_path: Path) -> None
     assert read_contents(tmp_path / "latest").config == {"a": 1}
 
 
+def test_a_file_in_place_of_a_runs_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "story.txt").write_text("once")
+    with pytest.raises(UsageError, match=r"story\.txt is no folder: expected a run's, such as one under runs/"):
+        read_config(tmp_path / "story.txt", TRAIN)
+
+
 def test_a_run_may_lie_beside_other_files_and_begin_where_one_was_killed(tmp_path: Path) -> None:
     (tmp_path / "slurm-7.out").write_text("a log")
     write_object(tmp_path / names.ABOUT, {"schema": names.SCHEMA, "kind": "train"})  # killed before it had config.toml

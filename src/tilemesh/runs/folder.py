@@ -170,6 +170,8 @@ def read_config(folder: str | Path, *kinds: Kind) -> tuple[str, str]:
         runs = sorted(Path(names.RUNS).glob(f"*/{names.CONFIG}"))
         hint = f"; the newest here is {runs[-1].parent}" if runs else ""
         raise UsageError(f"{folder} is no run: it has no {names.CONFIG}{hint}") from None
+    except NotADirectoryError:
+        raise UsageError(f"{folder} is no folder: expected a run's, such as one under {names.RUNS}/") from None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
