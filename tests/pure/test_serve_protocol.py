@@ -99,7 +99,7 @@ CHAT = {"messages": [{"role": "user", "content": "a"}]}
         (False, {"prompt": [1, "a"]}, "prompt", "expected a text or a list of tokens"),
         (False, {"prompt": ["a"] * 129}, "prompt", "at most 128"),
         (False, {"prompt": "a", "verbosity": "low"}, "verbosity", "'verbosity' is not served here: leave it out"),
-        (False, {"prompt": "a", "top_pp": 1}, "top_pp", "did you mean 'top_p'"),
+        (False, {"prompt": "a", "top_pp": 1}, "top_pp", "'top_pp' is not served here: did you mean 'top_p'?"),
         (False, {"prompt": "a", "n": 1.5}, "n", "n is 1.5: expected a whole number"),
         (False, {"prompt": "a", "stop": 3}, "stop", "expected a text or a list of texts"),
         (False, {"prompt": "a", "stop": [""]}, "stop", "not empty"),

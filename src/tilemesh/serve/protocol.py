@@ -148,8 +148,8 @@ def _read(
             continue
         if name not in fields:
             close = None if name in _NOT_SERVED else nearest(name, fields)
-            hint = f"did you mean '{close}'? " if close else ""
-            raise RefusedError(name[:200], f"{shown(name)} is not served here: {hint}leave it out")
+            hint = f"did you mean '{close}'?" if close else "leave it out"
+            raise RefusedError(name[:200], f"{shown(name)} is not served here: {hint}")
         fields[name](name, value, reading)
     reading.asked["shortens"] = "max_tokens" in defaults and "max_tokens" not in reading.sampling
     reading.sampling = {**defaults, **reading.sampling}
