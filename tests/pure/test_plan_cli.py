@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from tilemesh.cli.main import make_app, redirected
 from tilemesh.cli.models import load_model
-from tilemesh.core import config
+from tilemesh.core import calibration, config
+from tilemesh.core.calibration import Calibration, Rates
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.files import PART
 from tilemesh.core.hardware import A100, H100, parse_cluster
@@ -118,6 +119,19 @@ def test_no_figure_is_cut_in_a_narrow_terminal() -> None:
     assert re.search(r"^\[1\] no, attention is materialized", out.stdout, re.MULTILINE)
 
 
+def test_figures_of_this_machine_are_said_to_be_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = Rates(
+        {"fp32": 40e9, "bf16": 1e9}, copy_bytes_per_s=30e9, launch_s=8e-6, elementwise_bytes_per_s=25e9,
+        exponentials_per_s=3e8, attention_flops_per_s={"forward-32": 8e9, "backward-32": 9e9},
+    )  # fmt: skip
+    parts = Calibration("id", "a box", "today", one_core=rates, all_cores=rates)
+    monkeypatch.setattr(calibration, "find", lambda machine_id: parts)
+    printed = run("tiny", "--cluster", "2xlocal-cpu", "--batch", "16").output.replace("\n", " ")
+    assert "eager (on this machine, as `tilemesh calibrate` measured it)" in printed
+    assert "H200" not in printed
+    assert "as measured on an H200" in run("tiny", "--cluster", "2xh100", "--batch", "16", "--code", "eager").output
+
+
 @pytest.mark.parametrize("cluster", ["4xlocl", "lokal", "4xlocal-gpu", "2x4xlocal"])
 def test_a_cluster_that_is_nearly_local(cluster: str) -> None:
     with pytest.raises(UsageError, match=r"did you mean 'local|write local, 4xlocal"):
@@ -171,6 +185,15 @@ def test_settings_change_a_preset_and_a_file_is_a_model(tmp_path: Path) -> None:
     (tmp_path / "m.toml").write_text("[model]\nlayers = 2\nwidth = 64\nheads = 4\nvocabulary = 256\ncontext = 32\n")
     assert load_model(str(tmp_path / "m.toml"), []).layers == 2
     assert load_model("llama-3-8b", []) == preset("llama-3-8b")
+
+
+def test_a_file_whose_text_is_read_as_bytes_need_not_say_the_vocabulary(tmp_path: Path) -> None:
+    model = "[model]\nlayers = 2\nwidth = 64\nheads = 4\ncontext = 32\n"
+    (tmp_path / "run.toml").write_text(f"{model}[data]\nsource = 'text.txt'\n")
+    assert load_model(str(tmp_path / "run.toml"), []).vocabulary == 256
+    (tmp_path / "run.toml").write_text(f"{model}[data]\ntokenizer = 'folder'\n")
+    with pytest.raises(UsageError, match=r"missing key 'model\.vocabulary'"):
+        load_model(str(tmp_path / "run.toml"), [])
 
 
 def test_a_model_is_read_from_whatever_holds_one(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def _read(name: str) -> dict[str, Any]:
     from tilemesh.model.config import PRESETS
     from tilemesh.model.families.book import CONFIG, expected_folder, from_json
     from tilemesh.runs.names import CONFIG as RUN_CONFIG
-    from tilemesh.train.config import TrainConfig
+    from tilemesh.train.config import BYTES, TrainConfig
 
     files = [Path(name)]
     if os.path.isdir(name):
@@ -50,6 +50,8 @@ def _read(name: str) -> dict[str, Any]:
         others = {field.name for part in (TrainConfig, ParallelPlan) for field in settable_fields(part)}
         others = {*others, KIND, *(name for names in SECTIONS.values() for name in names)} - {MODEL}
         data = {key: value for key, value in read_toml(file).items() if key not in others}
+        if isinstance(data.get(MODEL), dict) and "tokenizer" not in read_toml(file).get("data", ()):
+            data[MODEL].setdefault("vocabulary", BYTES)  # as `tilemesh train` takes it
         if not data:
             raise UsageError(f"{file} has no [model] section: expected one with layers, width, heads, ...")
         return data

@@ -49,7 +49,7 @@ from tilemesh.runs.base import check_base
 from tilemesh.runs.kind import ALIGN, MODULE, TRAIN, Kind
 from tilemesh.runs.manifest import MODEL, DamagedError, Manifest, checkpoints
 from tilemesh.runs.names import CHECKPOINTS, CONFIG, DAMAGED, RUNS, WRITTEN
-from tilemesh.train.config import ModuleRun, TrainConfig, of_run
+from tilemesh.train.config import BYTES, ModuleRun, TrainConfig, of_run
 from tilemesh.train.conflicts import OF_CONFIG, OF_PLAN
 from tilemesh.train.fits import MemoryFit
 from tilemesh.train.loggers import check_loggers
@@ -253,9 +253,9 @@ def check_machine(config: TrainConfig, beside: int = 0) -> None:
         from tilemesh.data.corpus import check_vocabulary, tokenizer_of  # late: numpy, which bytes do not need
 
         check_vocabulary(tokenizer_of(config.data), config.model.vocabulary)
-    elif config.model.vocabulary < _BYTES:
+    elif config.model.vocabulary < BYTES:
         raise UsageError(
-            f"model.vocabulary is {config.model.vocabulary} and text is read as bytes: set model.vocabulary={_BYTES}, "
+            f"model.vocabulary is {config.model.vocabulary} and text is read as bytes: set model.vocabulary={BYTES}, "
             f"or data.tokenizer, or a folder of {SHARD_SUFFIX} shards"
         )
 
@@ -278,7 +278,6 @@ def _memory_fit(config: TrainConfig) -> MemoryFit:
     return MemoryFit(config, this_machine().memory_bytes, usable_gpus(), accepts)
 
 
-_BYTES = 256
 _READ_AT_ONCE = 1 << 18
 _PLENTY = 16  # sequences' worth of bytes that hold one whatever a tokenizer joins and a few documents hold out
 

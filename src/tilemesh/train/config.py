@@ -32,6 +32,8 @@ CountOrNone = Annotated[int, Range(0)]
 Fraction = Annotated[float, Range(0, 1, below=True)]
 BATCH = Range(1, 2**31 - 1)
 """Sequences in a step: the length of an array; the plan's counts have the same limit."""
+BYTES = 256
+"""Tokens of text that is read as bytes."""
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,13 @@ from tilemesh.model.config import EXPERT_FIELDS, check_planned, planned_model, u
 from tilemesh.model.families.book import read_config
 from tilemesh.plan.nearest import advice
 from tilemesh.train.check import LayoutError, check_init, check_resumed, check_types, check_values
-from tilemesh.train.config import BATCH, DEFAULT_PRESET, PRESETS, ModuleConfig, ModuleRun, TrainConfig, of_run
+from tilemesh.train.config import BATCH, BYTES, DEFAULT_PRESET, PRESETS, ModuleConfig, ModuleRun, TrainConfig, of_run
 from tilemesh.train.conflicts import OTHER_BATCH, UNEVEN_NUMBER, UNEVEN_SIZE, largest_divisor
 
 _RANKS, _MESH = Argument("ranks"), Argument("mesh")
 _AXES = ("dp", "tp", "pp", "cp", "ep")
 _CHUNKS = "plan.chunk_layers"
-_BYTES = {"model": {"vocabulary": 256}}
+_BYTES = {"model": {"vocabulary": BYTES}}
 """Below a TOML file, which then need not say the vocabulary of text that is read as bytes."""
 
 

@@ -171,7 +171,10 @@ def _search(options: TrainPlanOptions, model: ModelConfig, cluster: str) -> tupl
 
     try:
         result = find(pins, None) if engine is None else best_for(engine, options, model, machines, pins, find)
-        return result, profile or SOFTWARE[result.estimator().clock.code(result.best.plan)]
+        software = profile or SOFTWARE[result.estimator().clock.code(result.best.plan)]
+        if rates is not None and machines.device.kind == "cpu" and software.name == software.code:
+            software = replace(software, source="on this machine, as `tilemesh calibrate` measured it")
+        return result, software
     except NothingFitsError as error:
         show(Output(json=[plan_figures(model, machines.name, pins, 0, error.smallest) | origin()]), options)
         raise RunError(f"{options.model} {error}") from None
