@@ -649,3 +649,14 @@ def test_frozen_parameters_are_cut_and_left_alone() -> None:
 @pytest.mark.parametrize("transport", PROCESSES)
 def test_a_compiled_model_over_ranks_is_the_same(transport: str) -> None:
     assert call("parallel_compile:compiled_is_the_same", 2, transport=transport) == [transport] * 2
+
+
+def test_batch_norms_of_replicas_rows_are_refused() -> None:
+    def main(comm: Communicator) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6))
+        mesh, plan = Mesh(comm, dp=2), ParallelPlan(dp=2, precision="fp32")
+        with pytest.raises(UsageError, match="1 is a BatchNorm1d in training: each replica would take the mean"):
+            lay(model, mesh, plan, {"0": "whole"})
+        lay(model.eval(), mesh, plan, {"0": "whole"})
+
+    run_threads(2, main)

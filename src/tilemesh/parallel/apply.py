@@ -381,6 +381,18 @@ def _require_fit(model: nn.Module, mesh: Mesh, plan: ParallelPlan) -> None:
     elif plan.sequence_parallel or plan.cp > 1:
         setting = "sequence_parallel" if plan.sequence_parallel else "cp"
         raise UsageError(f"{setting} of a {type(model).__name__}: only tilemesh's Transformer can be cut so")
+    elif plan.dp > 1:
+        _require_no_batch_norms(model)
+
+
+def _require_no_batch_norms(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        of_batch = isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+        if of_batch and module.training:
+            raise UsageError(
+                f"{name or 'the module'} is a {type(module).__name__} in training: each replica would take the mean "
+                "and variance of its own rows; use tilemesh.parallel.place, which takes those of all, or another norm"
+            )
 
 
 def _matched(model: nn.Module, kinds: Splits) -> dict[str, Split]:
