@@ -32,7 +32,6 @@ from tilemesh.core.tensor_placement import SILENT, S, TensorPlacement, exchange_
 from tilemesh.graph.build import argument
 from tilemesh.graph.evaluate import run_numpy
 from tilemesh.graph.ir import Graph, Node, make, ordered
-from tilemesh.graph.size import numbers
 from tilemesh.parallel.choose import CHOOSERS, choose, race
 from tilemesh.parallel.choose.dynamic import dynamic
 from tilemesh.parallel.choose.recipes import recipes, with_recipes
@@ -394,7 +393,7 @@ def test_chosen_placements_compute_the_same_and_send_what_was_predicted(axes: Ax
     step = transformer(1, 4, 4, 16, 32, 4, norms=True, dtype="float64", state="float64")
     space = space_of(step, axes, "4xh100")
     random = np.random.default_rng(0)
-    arrays = [random.random(numbers(node.shape)) + 0.1 for node in space.graph.inputs]
+    arrays = [random.random(node.shape) + 0.1 for node in space.graph.inputs]
     wanted = run_numpy(space.graph, *arrays)
     answers = [greedy(space.problem), *(at_random(space.problem, 1, seed) for seed in range(seeds))]
     for each in answers:
@@ -437,9 +436,7 @@ def test_recipes_travel_as_their_names_say() -> None:
         chosen = answers[name]
         assert chosen.choice is not None
         placed = space.placed(chosen.choice)
-        sent = {
-            (each.collective, math.prod(numbers(each.node.shape))) for each in placed.exchanges if each.nbytes > 100
-        }
+        sent = {(each.collective, math.prod(each.node.shape)) for each in placed.exchanges if each.nbytes > 100}
         assert {size for _, size in sent} == {4 * 64 * 2048}, name
         assert {"all_gather", "reduce_scatter"} <= {collective for collective, _ in sent}
         [x] = (node for node in space.graph.inputs if node["name"] == "x")

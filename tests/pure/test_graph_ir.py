@@ -1,4 +1,4 @@
-"""The IR, sizes and rewrites, without torch."""
+"""The IR and rewrites, without torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from tilemesh.graph.folding import constant_of, prune, specialise
 from tilemesh.graph.ir import Graph, Node, make, ordered
 from tilemesh.graph.rewrite import rewrite, rule
 from tilemesh.graph.rules import ALGEBRA, INFERENCE, simplify
-from tilemesh.graph.size import Size, known, product, symbol
 
 x, y = build.argument("x", [3, 4], "float64"), build.argument("y", [3, 4], "float64")
 
@@ -74,42 +73,10 @@ def test_what_does_not_fit_is_refused(made: object, message: str) -> None:
         made()  # type: ignore[operator]
 
 
-sizes = st.recursive(
-    st.integers(-5, 5) | st.sampled_from([symbol("a"), symbol("b")]),
-    lambda inner: st.tuples(st.sampled_from("+-*"), inner, inner),
-    max_leaves=8,
-)
-
-
-@given(sizes)
-def test_sizes_are_polynomials(tree: object) -> None:
-    """A size computed from names and then given numbers is the number computed from numbers."""
-
-    def value(part: object, names: dict[str, int] | None) -> int | Size:
-        if isinstance(part, tuple):
-            left, right = value(part[1], names), value(part[2], names)
-            return left + right if part[0] == "+" else left - right if part[0] == "-" else left * right
-        return known(part, names) if names is not None else part  # type: ignore[arg-type, return-value]
-
-    assert known(value(tree, None), {"a": 7, "b": -3}) == value(tree, {"a": 7, "b": -3})
-
-
-def test_sizes_that_are_not_known_yet() -> None:
-    batch = symbol("batch")
-    tokens = build.argument("tokens", [batch, 4], "float64")
-    flat = build.reshape(tokens, [batch * 4])
-    assert flat.shape == (4 * batch,)
-    assert product((batch, 4, 2)) == batch * 8
-    assert (batch * 8 + 4) // 4 == 2 * batch + 1
-    graph = Graph((tokens,), (build.total(build.exp(tokens), [0]), flat))
-    assert str(graph.flops) == "8*batch"
-    for rows in (1, 5):
-        numbers = np.arange(rows * 4.0).reshape(rows, 4)
-        np.testing.assert_allclose(run_numpy(graph, numbers)[0], np.exp(numbers).sum(0))
-    with pytest.raises(UsageError, match=r"input tokens has shape \[2, 3\]; the graph needs \[batch, 4\]"):
-        run_numpy(graph, np.zeros((2, 3)))
-    with pytest.raises(UsageError, match="not a multiple"):
-        (batch + 1) // 2
+def test_arrays_of_other_shapes_are_refused() -> None:
+    tokens = build.argument("tokens", [5, 4], "float64")
+    with pytest.raises(UsageError, match=r"input tokens has shape \[2, 3\]; the graph needs \[5, 4\]"):
+        run_numpy(Graph((tokens,), (build.exp(tokens),)), np.zeros((2, 3)))
 
 
 def random_graph(draws: list[tuple[str, int, int]]) -> tuple[tuple[Node, ...], Node]:
@@ -165,7 +132,7 @@ def _met(output: Node, left: int = 0) -> Graph:
     assert _transposes(after) == left < _transposes(nodes)
     assert after.launches == nodes.launches
     numbers = np.random.default_rng(2)
-    values = [numbers.uniform(-1, 1, [known(size, {}) for size in node.shape]) for node in nodes.inputs]
+    values = [numbers.uniform(-1, 1, node.shape) for node in nodes.inputs]
     np.testing.assert_array_equal(run_numpy(after, *values)[0], run_numpy(nodes, *values)[0])
     return after
 
@@ -231,7 +198,7 @@ def test_batch_norm_goes_into_the_convolution() -> None:
     folded, steps = simplify(graph, (*ALGEBRA, *INFERENCE))
     assert [step.rule for step in steps] == ["scale of a convolution"]
     numbers = np.random.default_rng(1)
-    values = {node["name"]: numbers.normal(size=[known(size, {}) for size in node.shape]) for node in graph.inputs}
+    values = {node["name"]: numbers.normal(size=node.shape) for node in graph.inputs}
     expected = run_numpy(graph, *values.values())[0]
     np.testing.assert_allclose(run_numpy(folded, *values.values())[0], expected, rtol=1e-12, atol=1e-12)
     picture = values.pop("image")

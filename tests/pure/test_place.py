@@ -16,7 +16,6 @@ from tilemesh.core.errors import UsageError
 from tilemesh.core.tensor_placement import P, R, S, TensorPlacement, V, parse
 from tilemesh.graph.evaluate import run_numpy
 from tilemesh.graph.ir import Graph, Node, make
-from tilemesh.graph.size import numbers
 from tilemesh.plan.place.propagate import PlacedGraph, pins_of_names, propagate, sent_bytes
 from tilemesh.plan.place.rules import Way
 
@@ -40,7 +39,7 @@ def require_equal(result: PlacedGraph, seed: int = 0) -> None:
     arrays = []
     for node in result.graph.inputs:
         low, high = (0, 4) if node.dtype == "int64" else (-4, 5)
-        arrays.append(random.integers(low, high, numbers(node.shape)).astype(node.dtype))
+        arrays.append(random.integers(low, high, node.shape).astype(node.dtype))
     wanted = run_numpy(result.graph, *arrays)
     for got, whole in zip(run_placed(result, arrays, random), wanted, strict=True):
         np.testing.assert_allclose(got, whole, rtol=1e-9, atol=1e-9)

@@ -23,7 +23,6 @@ from tilemesh.graph.build import argument
 from tilemesh.graph.derive import jvp, vjp
 from tilemesh.graph.evaluate import evaluate_numpy, run_numpy
 from tilemesh.graph.ir import Graph, Node, make
-from tilemesh.graph.size import numbers
 from tilemesh.plan.place.combine import combined
 from tilemesh.plan.place.exchange import exchange_steps
 from tilemesh.plan.place.local import local_graph
@@ -74,7 +73,7 @@ def rank_program(graph: Graph, arrays: Sequence[Array]) -> Generator[tuple[Node,
             values[node] = yield node, values[node.inputs[0]]
             assert values[node].shape == node.shape
         elif node not in values:
-            values[node] = evaluate_numpy(node, [values[value] for value in node.inputs], {})
+            values[node] = evaluate_numpy(node, [values[value] for value in node.inputs])
     return [values[node] for node in graph.outputs]
 
 
@@ -117,7 +116,7 @@ def run_ranks(graphs: Sequence[Graph], arrays: Sequence[Sequence[Array]], axes: 
 
 def require_equal(result: PlacedGraph, seed: int, outputs: Sequence[TensorPlacement] | None = None) -> list[Graph]:
     random = np.random.default_rng(seed)
-    arrays = [random.integers(-4, 5, numbers(node.shape)).astype(node.dtype) for node in result.graph.inputs]
+    arrays = [random.integers(-4, 5, node.shape).astype(node.dtype) for node in result.graph.inputs]
     lie = [result.placements.get(node, TensorPlacement()) for node in result.graph.inputs]
     parts = [scatter(*pair, result.axes, random) for pair in zip(arrays, lie, strict=True)]
     ranks = range(ranks_of(result.axes))
@@ -197,7 +196,7 @@ def test_gradients_of_each_ranks_program_are_parts_of_the_whole_programs(ranks: 
         ("x", (tokens, width)), ("up", (width, hidden)), ("down", (hidden, width)),
     ))  # fmt: skip
     whole = make("dot", make("tanh", make("dot", make("sin", x), up)), down)
-    arrays = [random.standard_normal(numbers(node.shape)) for node in (x, up, down)]
+    arrays = [random.standard_normal(node.shape) for node in (x, up, down)]
     slope = random.standard_normal((tokens, width))
     seed = argument("seed", (tokens, width), "float64")
     wanted = run_numpy(Graph((x, up, down, seed), tuple(vjp([whole], [seed], [x, up, down]))), *arrays, slope)

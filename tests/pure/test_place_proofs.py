@@ -24,7 +24,6 @@ from test_place_rules import LINEAR, MADE, arrays
 from tilemesh.core.tensor_placement import Mark, P, R, S, TensorPlacement, V
 from tilemesh.graph.evaluate import _NUMPY
 from tilemesh.graph.ir import Graph, Node, make
-from tilemesh.graph.size import numbers
 from tilemesh.plan.place.local import local_node
 from tilemesh.plan.place.rules import Way, ways
 
@@ -73,7 +72,7 @@ def scattered(whole: Any, mark: Mark, ranks: int) -> list[Any]:
 def differ(node: Node, way: Way, ranks: int, index: Any) -> Any:
     """That the ranks' results, put together, are not the whole's."""
     pairs = [
-        (index, scattered(index, mark, ranks)) if value.dtype == "int64" else cut(numbers(value.shape), mark, ranks)
+        (index, scattered(index, mark, ranks)) if value.dtype == "int64" else cut(value.shape, mark, ranks)
         for value, mark in zip(node.inputs, way.inputs, strict=True)
     ]
     taken, given = [TensorPlacement.of(tp=mark) for mark in way.inputs], TensorPlacement.of(tp=way.output)
@@ -100,7 +99,7 @@ def test_each_way_holds_for_all_numbers(op: str) -> None:
     random, done, seen = np.random.default_rng([*op.encode(), 1]), 0, set()
     while done < DRAWN:
         drawn, ranks = MADE[op](random), 2 + done % 2
-        if max(math.prod(numbers(each.shape)) for each in (*drawn.inputs, drawn)) > MOST_ELEMENTS:
+        if max(math.prod(each.shape) for each in (*drawn.inputs, drawn)) > MOST_ELEMENTS:
             continue
         done += 1
         index = next((value for value in arrays(drawn, random) if value.dtype == "int64"), None)

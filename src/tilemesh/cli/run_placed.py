@@ -102,7 +102,6 @@ def traced_space(program: str, words: PlacingWords) -> tuple[PlacementSpace, lis
     import torch
 
     from tilemesh.graph.by_torch import dtype_of
-    from tilemesh.graph.size import numbers
 
     model, inputs = load_program(program)
     traced = traced_program(model, inputs, words)
@@ -111,7 +110,7 @@ def traced_space(program: str, words: PlacingWords) -> tuple[PlacementSpace, lis
     def value(node: Node) -> Any:
         """Its own; a gradient of a result, or an optimizer's state."""
         is_drawn = node["name"].startswith("d output")
-        made = (torch.randn if is_drawn else torch.zeros)(numbers(node.shape), dtype=dtype_of(node.dtype))
+        made = (torch.randn if is_drawn else torch.zeros)(node.shape, dtype=dtype_of(node.dtype))
         return traced.tensors.get(node["name"], made)
 
     return space, [value(node) for node in space.graph.inputs]

@@ -13,9 +13,9 @@ import torch
 
 from tilemesh.graph import aten_elements as elements
 from tilemesh.graph import build
-from tilemesh.graph.aten_elements import Shape, truth
+from tilemesh.graph.aten_elements import truth
 from tilemesh.graph.ir import Node, make
-from tilemesh.graph.ops import FLOATS, primitive
+from tilemesh.graph.ops import FLOATS, Shape, primitive
 
 aten = torch.ops.aten
 
@@ -57,14 +57,12 @@ def _cat(shape: Shape, dtype: str, values: Sequence[Node], dim: int = 0) -> Node
 
 def _slice(shape: Shape, dtype: str, x: Node, dim: int = 0, start: Any = None, stop: Any = None, step: int = 1) -> Node:
     size = x.shape[dim]
-    assert isinstance(size, int)
     begin, end, by = slice(start, stop, step).indices(size)
     return build.part(x, dim, begin, max(begin, end), by)
 
 
 def _select(shape: Shape, dtype: str, x: Node, dim: int, index: int) -> Node:
     size = x.shape[dim]
-    assert isinstance(size, int)
     return build.reshape(build.part(x, dim, index % size, index % size + 1), shape)
 
 
@@ -164,7 +162,7 @@ def lower_max_pool(
         return None
     if any(sides):
         low = (*[0] * (len(x.shape) - space), *sides)
-        inside = build.pad(truth(True, x.shape), low, low)  # type: ignore[arg-type]
+        inside = build.pad(truth(True, x.shape), low, low)
         x = build.where(inside, build.pad(x, low, low), float("-inf"))
     taps = _spread(taps, space)
     return build.max_pool(x, taps, _spread(stride, space) or taps)

@@ -7,18 +7,16 @@ the operator stays torch's own: a dtype or a setting that the primitives do not 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from math import prod
+from typing import Any
 
 import torch
 
 from tilemesh.graph import build
 from tilemesh.graph.evaluate import stored_number
 from tilemesh.graph.ir import Node, make
-from tilemesh.graph.ops import DTYPES, FLOATS, WIDER
-from tilemesh.graph.size import numbers, product
+from tilemesh.graph.ops import DTYPES, FLOATS, WIDER, Shape
 from tilemesh.graph.targets import checked_targets
-
-Shape: TypeAlias = tuple[int, ...]
 
 
 def _at(value: Any, shape: Shape, dtype: str) -> Node:
@@ -169,7 +167,7 @@ def lower_unequal(shape: Shape, dtype: str, x: Node, y: Any) -> Node | None:
 
 def lower_mean(shape: Shape, dtype: str, x: Node, dims: Any = None, keep: bool = False, /, **other: Any) -> Node | None:
     chosen = _reduced_dims(dtype, x, dims, other)
-    return build.reshape(build.mean(x, chosen), shape) if chosen and product(x.shape) else None
+    return build.reshape(build.mean(x, chosen), shape) if chosen and 0 not in x.shape else None
 
 
 def lower_variance(
@@ -181,7 +179,7 @@ def lower_variance(
         return None
     rank = len(x.shape)
     chosen = sorted(dim % rank for dim in dims) if dims and rank else list(range(rank))
-    count = int(product(x.shape[dim] for dim in chosen))  # type: ignore[arg-type]
+    count = prod(x.shape[dim] for dim in chosen)
     correction = other.get("correction")
     free = count - (1 if correction is None else correction)
     if free <= 0:
@@ -191,10 +189,6 @@ def lower_variance(
     centred = build.subtract(x, mean)
     variance = build.divide(build.total(build.multiply(centred, centred), chosen), float(free))
     return tuple(build.cast(build.reshape(value, shape), dtype) for value in (variance, mean))
-
-
-def typed_shape(x: Node) -> Shape:
-    return numbers(x.shape)
 
 
 def target_column(target: Node, shape: Shape) -> Node:
@@ -215,7 +209,7 @@ def picked(x: Node, target: Node) -> Node:
         row = x.inputs[1].inputs[0]
         if row.shape in (x.shape[:1], (x.shape[0], 1)):
             return build.subtract(picked(x.inputs[0], target), build.reshape(row, x.shape[:1]))
-    return build.total(build.where(target_column(target, typed_shape(x)), x, 0.0), [1])
+    return build.total(build.where(target_column(target, x.shape), x, 0.0), [1])
 
 
 def lower_loss(
@@ -225,7 +219,7 @@ def lower_loss(
     (_, dtype), _ = typed
     if weight is not None or len(x.shape) != 2 or x.dtype != dtype or target.dtype != "int64":
         return None
-    target = checked_targets(target, typed_shape(x)[1], ignored)
+    target = checked_targets(target, x.shape[1], ignored)
     skipped = build.compare("equal", target, ignored)
     losses = build.where(skipped, build.constant(0.0, target.shape, dtype), build.negate(picked(x, target)))
     count = build.total(build.where(skipped, build.constant(0.0, target.shape, dtype), 1.0))

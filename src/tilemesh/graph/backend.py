@@ -26,7 +26,7 @@ from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.units import parse_bytes
 from tilemesh.graph.aten import decompositions
 from tilemesh.graph.calls import with_better_calls
-from tilemesh.graph.channels import channels_last, known_shape, strides_of
+from tilemesh.graph.channels import channels_last, strides_of
 from tilemesh.graph.emit import Emitted, program
 from tilemesh.graph.generated import server, way_for
 from tilemesh.graph.ir import Graph, Node
@@ -361,7 +361,7 @@ def _planned_from(
     if way is None:
         return lowered, better, steps
     pictures = zip(better.inputs, inputs, strict=False)
-    there = {node for node, value in pictures if len(node.shape) == 4 and lies(value, strides_of(known_shape(node)))}
+    there = {node for node, value in pictures if len(node.shape) == 4 and lies(value, strides_of(node.shape))}
     return lowered, as_kernels(channels_last(better, way, there), way), steps
 
 

@@ -7,21 +7,21 @@ graph = Graph((x, w), (build.relu(build.dot(x, w)),))
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, TypeAlias
 
 from tilemesh.core.errors import UsageError
 from tilemesh.graph.ir import Node, make
-from tilemesh.graph.ops import FLOATS, WIDER
-from tilemesh.graph.size import Dim, Shape, product
+from tilemesh.graph.ops import FLOATS, WIDER, Shape
 
 Value: TypeAlias = Node | int | float | bool
 
 
-def argument(name: str, shape: Sequence[Dim], dtype: str = "float32") -> Node:
+def argument(name: str, shape: Sequence[int], dtype: str = "float32") -> Node:
     return make("input", name=name, shape=tuple(shape), dtype=dtype)
 
 
-def constant(value: Any, shape: Sequence[Dim] = (), dtype: str = "float32") -> Node:
+def constant(value: Any, shape: Sequence[int] = (), dtype: str = "float32") -> Node:
     """One number, repeated to the shape."""
     if isinstance(value, int | float) and dtype in FLOATS:
         value = float(value)
@@ -33,7 +33,7 @@ def like(node: Node, value: float) -> Node:
     return constant(value, node.shape, node.dtype)
 
 
-def iota(shape: Sequence[Dim], dim: int) -> Node:
+def iota(shape: Sequence[int], dim: int) -> Node:
     """The index along one dim, at every element."""
     return make("iota", shape=tuple(shape), dim=dim, dtype="int64")
 
@@ -52,7 +52,7 @@ def expand(node: Node, shape: Shape) -> Node:
 
 def common(*shapes: Shape) -> Shape:
     """The shape that numpy's broadcasting gives."""
-    sizes: list[Dim] = [1] * max(map(len, shapes))
+    sizes = [1] * max(map(len, shapes))
     for shape in shapes:
         for place, size in enumerate(reversed(shape), 1):
             if size != 1:
@@ -145,9 +145,7 @@ def amax(node: Node, dims: Sequence[int] | None = None, keep: bool = False) -> N
 
 def mean(node: Node, dims: Sequence[int] | None = None, keep: bool = False) -> Node:
     chosen = _dims(node, dims)
-    count = product(node.shape[dim] for dim in chosen)
-    if not isinstance(count, int):
-        raise UsageError(f"a mean over {count} elements: the sizes must be known")
+    count = prod(node.shape[dim] for dim in chosen)
     wide = cast(node, WIDER.get(node.dtype, node.dtype))  # a sum of 16-bit numbers may be too large for 16 bits
     return cast(divide(total(wide, chosen, keep), float(count)), node.dtype)
 
@@ -165,7 +163,7 @@ def _reduction(op: str, node: Node, dims: Sequence[int] | None, keep: bool) -> N
     return reshape(reduced, [1 if dim in chosen else size for dim, size in enumerate(node.shape)]) if keep else reduced
 
 
-def reshape(node: Node, shape: Sequence[Dim]) -> Node:
+def reshape(node: Node, shape: Sequence[int]) -> Node:
     return node if tuple(shape) == node.shape else make("reshape", node, shape=tuple(shape))
 
 
@@ -180,7 +178,7 @@ def concat(nodes: Sequence[Node], dim: int) -> Node:
     return nodes[0] if len(nodes) == 1 else make("concat", *nodes, dim=dim % len(nodes[0].shape))
 
 
-def part(node: Node, dim: int, start: int, stop: Dim, step: int = 1) -> Node:
+def part(node: Node, dim: int, start: int, stop: int, step: int = 1) -> Node:
     """A range of one dim."""
     dim %= len(node.shape)
     if start == 0 and stop == node.shape[dim] and step == 1:

@@ -16,7 +16,6 @@ from tilemesh.graph.ir import Graph, Node, make, rebuilt, users
 from tilemesh.graph.opaque import operand_strides
 from tilemesh.graph.ops import primitive, size_bytes
 from tilemesh.graph.rewrite import number_of
-from tilemesh.graph.size import known
 
 SERVED = {"c": ("float32",)}
 """By the way in which kernels are generated, the dtypes whose convolutions compute on channels. No GPU was measured."""
@@ -48,7 +47,7 @@ def channels_last(graph: Graph, way: str, there: Collection[Node] = ()) -> Graph
     def read(value: Node) -> Node:
         if value in laid or not _is_picture(value) or value in there:
             return new[value]
-        return make("lay", new[value], strides=strides_of(known_shape(value)))
+        return make("lay", new[value], strides=strides_of(value.shape))
 
     for node in graph.nodes():
         if node not in laid or node.op == "item":
@@ -58,7 +57,7 @@ def channels_last(graph: Graph, way: str, there: Collection[Node] = ()) -> Graph
         elif node.op == "opaque":
             weights = _weights(node)
             strides = tuple(
-                None if value in weights else strides_of(known_shape(value)) if _is_picture(value) else steps
+                None if value in weights else strides_of(value.shape) if _is_picture(value) else steps
                 for value, steps in zip(node.inputs, operand_strides(node), strict=True)
             )
             values = [new[value] for value in node.inputs]
@@ -66,10 +65,6 @@ def channels_last(graph: Graph, way: str, there: Collection[Node] = ()) -> Graph
         else:
             new[node] = rebuilt(node, [read(value) for value in node.inputs])
     return Graph(graph.inputs, tuple(new[node] for node in graph.outputs))
-
-
-def known_shape(node: Node) -> tuple[int, ...]:
-    return tuple(known(size, {}) for size in node.shape)
 
 
 def _is_picture(node: Node) -> bool:
@@ -91,7 +86,7 @@ def _picture_bytes(node: Node) -> int:
 
 
 def _bytes(node: Node) -> int:
-    return known(size_bytes(node.typed), {})
+    return size_bytes(node.typed)
 
 
 def _following(graph: Graph, dtypes: Sequence[str], there: Collection[Node]) -> set[Node]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from tilemesh.core.hardware import Device
 from tilemesh.graph.ir import Graph, Node
 from tilemesh.graph.rewrite import Applied
-from tilemesh.graph.size import known
 
 PEAKS = {"float64": "fp64", "bfloat16": "bf16", "float16": "fp16"}  # how hardware names the dtypes of a graph
 
@@ -25,7 +24,7 @@ class RuleGain:
 
 
 def node_seconds(node: Node, device: Device) -> float:
-    """A launch, and the longer of computing and moving; sizes must be known."""
+    """A launch, and the longer of computing and moving."""
     return device.launch_s + roof_seconds(node, device) if node.launched else 0.0
 
 
@@ -33,7 +32,7 @@ def roof_seconds(node: Node, device: Device) -> float:
     """The least time of an operator: the longer of computing and moving, without its launch."""
     if not node.launched:
         return 0.0
-    return max(_compute_seconds(node, device), known(node.moved_bytes, {}) / device.memory_bytes_per_s)
+    return max(_compute_seconds(node, device), node.moved_bytes / device.memory_bytes_per_s)
 
 
 def _compute_seconds(node: Node, device: Device) -> float:
@@ -42,7 +41,7 @@ def _compute_seconds(node: Node, device: Device) -> float:
         return sum(_compute_seconds(inner, device) for inner in node["body"].nodes())
     floats = [each.dtype for each in (node, *node.inputs) if each.dtype in PEAKS]
     dtype = PEAKS[floats[0]] if floats and (node.op == "opaque" or node.dtype in PEAKS) else "fp32"
-    return known(node.flops, {}) / device.peak(dtype if dtype in device.peak_flops_per_s else "fp32")
+    return node.flops / device.peak(dtype if dtype in device.peak_flops_per_s else "fp32")
 
 
 def graph_seconds(graph: Graph, device: Device) -> float:
@@ -63,7 +62,7 @@ def saved_by(graph: Graph, steps: Sequence[Applied], device: Device) -> list[Rul
             step.rule,
             old.times + 1,
             old.launches + graph.launches - after.launches,
-            old.moved_bytes + known(graph.moved_bytes, {}) - known(after.moved_bytes, {}),
+            old.moved_bytes + graph.moved_bytes - after.moved_bytes,
             old.seconds + graph_seconds(graph, device) - graph_seconds(after, device),
         )
         graph = after

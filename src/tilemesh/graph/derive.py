@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from types import CodeType
 
 from tilemesh.core.errors import UsageError
@@ -18,7 +19,6 @@ from tilemesh.graph import build
 from tilemesh.graph.build import add, divide, like, multiply, negate, subtract
 from tilemesh.graph.ir import Graph, Node, make, ordered, rebuilt
 from tilemesh.graph.ops import FLOATS, TUPLE, primitive
-from tilemesh.graph.size import Dim, product
 
 
 def jvp(graph: Graph, wrt: Sequence[Node]) -> Graph:
@@ -181,29 +181,22 @@ def _broadcast_back(node: Node, at: int, g: Node) -> Node:
 
 
 def _concat_back(node: Node, at: int, g: Node) -> Node:
-    dim, start = node["dim"], 0
-    for value in node.inputs[:at]:
-        size = value.shape[dim]
-        if not isinstance(size, int):
-            raise UsageError(f"the gradient of a concatenation of {size} elements: the sizes must be known")
-        start += size
+    dim = node["dim"]
+    start = sum(value.shape[dim] for value in node.inputs[:at])
     return build.part(g, dim, start, start + node.inputs[at].shape[dim])
 
 
 def _slice_back(node: Node, at: int, g: Node) -> Node:
     low, high, inner = list(node["start"]), [], []
     for size, start, step, taken in zip(node.inputs[0].shape, node["start"], node["step"], node.shape, strict=True):
-        after = size - start - (taken + (taken - 1) * (step - 1) if taken != 0 else 0)
-        if not isinstance(after, int):
-            raise UsageError(f"the gradient of a slice of {size} elements: the sizes must be known")
-        high.append(max(after, 0))
+        high.append(max(size - start - (taken + (taken - 1) * (step - 1) if taken else 0), 0))
         inner.append(step - 1)
     return build.pad(g, low, high, inner)
 
 
 def _pad_back(node: Node, at: int, g: Node) -> Node:
     bounds = zip(node.inputs[0].shape, node["low"], node["inner"], strict=True)
-    stops = [low + (size + (size - 1) * inner if size != 0 else 0) for size, low, inner in bounds]
+    stops = [low + (size + (size - 1) * inner if size else 0) for size, low, inner in bounds]
     return make("slice", g, start=node["low"], stop=tuple(stops), step=tuple(inner + 1 for inner in node["inner"]))
 
 
@@ -288,8 +281,7 @@ def _scaled(node: Node, factor: Node) -> Node:
 
 def jacobian_cost(graph: Graph, wrt: Sequence[Node]) -> dict[str, dict[str, object]]:
     """For each mode: passes for the whole Jacobian and floating-point operations of one pass."""
-    inputs = _elements(wrt)
-    outputs = _elements(graph.outputs)
+    inputs, outputs = (sum(prod(node.shape) for node in nodes) for nodes in (wrt, graph.outputs))
     forward = jvp(graph, wrt)
     seeds = [build.argument(f"g {place}", node.shape, node.dtype) for place, node in enumerate(graph.outputs)]
     backward = Graph((*graph.inputs, *seeds), tuple(vjp(graph.outputs, seeds, wrt)))
@@ -297,10 +289,3 @@ def jacobian_cost(graph: Graph, wrt: Sequence[Node]) -> dict[str, dict[str, obje
         "forward": {"passes": inputs, "flops": forward.flops},
         "reverse": {"passes": outputs, "flops": backward.flops},
     }
-
-
-def _elements(nodes: Sequence[Node]) -> Dim:
-    count: Dim = 0
-    for node in nodes:
-        count = count + product(node.shape)
-    return count

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from tilemesh.core.errors import UsageError
 from tilemesh.graph.by_torch import constant, dtype_of, evaluate_torch, torch_function
 from tilemesh.graph.calls import layer_with_workspace
-from tilemesh.graph.evaluate import sizes_of
+from tilemesh.graph.evaluate import check_shapes
 from tilemesh.graph.generated import RegionCall, prepare, run_without_data, way_for
 from tilemesh.graph.ir import Graph, Node, users
 from tilemesh.graph.kernel_call import KernelCall, embedding_gradient, kernel_of
@@ -26,7 +26,6 @@ from tilemesh.graph.memory import scheduled
 from tilemesh.graph.opaque import InputSlot, Laid, LayCall, Strides, call_of, traced_strides, with_lays
 from tilemesh.graph.ops import COMPARISONS, FLOATS, primitive
 from tilemesh.graph.rewrite import number_of
-from tilemesh.graph.size import numbers
 from tilemesh.kernels.launch.compile_ahead import AheadCompilers
 from tilemesh.kernels.launch.tensors import read_device
 
@@ -89,7 +88,7 @@ class Emitted:
         return self.order(graph) if self.order else scheduled(graph) if self.kernels else graph.nodes()
 
     def __call__(self, *tensors: Any) -> tuple[Any, ...]:
-        sizes_of(self.graph, [tensor.shape for tensor in tensors])  # refuses what does not fit
+        check_shapes(self.graph, [tensor.shape for tensor in tensors])  # refuses what does not fit
         return self.function(list(tensors))
 
 
@@ -107,7 +106,7 @@ def program(
 def examples(graph: Graph, device: torch.device) -> list[Any]:
     """Inputs of a graph without data."""
     with FakeTensorMode(allow_non_fake_inputs=True):  # constants of a program are real
-        return [torch.empty(numbers(node.shape), dtype=dtype_of(node.dtype), device=device) for node in graph.inputs]
+        return [torch.empty(node.shape, dtype=dtype_of(node.dtype), device=device) for node in graph.inputs]
 
 
 class _SourceWriter:
@@ -250,7 +249,7 @@ class _SourceWriter:
         if node.op == "constant":
             return self._held(self._once(node, lambda: constant(node, self.device)), "c")
         if node.op == "iota":
-            return self._held(self._once(node, lambda: evaluate_torch(node, [], {}, self.device)), "c")
+            return self._held(self._once(node, lambda: evaluate_torch(node, [], self.device)), "c")
         if node.op == "region":
             return f"{self._held(self._once(node, lambda: self._region(node)), 'r')}({', '.join(names)})"
         if node.op == "lay":
@@ -258,7 +257,7 @@ class _SourceWriter:
             return f"{self._held(self.lays[node], 's')}({names[0]})"
         if self.exchange and row.kind == "exchange":
             return f"{self._held(self.exchange(node, node in self.begun), 'f')}({names[0]})"
-        call = torch_function(node, {})
+        call = torch_function(node)
         return f"{self._held(call, 'f')}({', '.join(names)})"
 
     def _once(self, node: Node, make: Callable[[], Any]) -> Any:
@@ -315,7 +314,7 @@ def _slice_text(node: Node, x: str) -> str:
 
 
 def _broadcast_text(node: Node, x: str) -> str:
-    shape, dims = numbers(node.shape), node["dims"]
+    shape, dims = node.shape, node["dims"]
     if list(dims) != sorted(dims):
         x += f".permute({[dims.index(dim) for dim in sorted(dims)]})"
     first = min(dims, default=len(shape))  # torch puts dims before it as it repeats
@@ -333,14 +332,14 @@ def _take_text(node: Node, table: str, index: str) -> str:
     """Rows of a table. An index counts from 0: indexing would take a negative one from the end."""
     if len(node.inputs[1].shape) == 1:
         return f"{table}.index_select(0, {index})"
-    return f"{table}.index_select(0, {index}.reshape(-1)).reshape({list(numbers(node.shape))})"
+    return f"{table}.index_select(0, {index}.reshape(-1)).reshape({list(node.shape)})"
 
 
 _MOST_POOLED = 64
 
 
 def _sum_text(node: Node, x: str) -> str:
-    sizes = numbers(node.inputs[0].shape)
+    sizes = node.inputs[0].shape
     is_windows = node["dims"] == (3, 5) and len(sizes) == 6 and node.dtype in FLOATS
     # Of a picture's windows, as when enlarging. A pooling adds one number after the other, and nothing of no picture.
     if is_windows and all(sizes) and sizes[3] * sizes[5] <= _MOST_POOLED:
@@ -352,7 +351,7 @@ def _sum_text(node: Node, x: str) -> str:
 
 # Operators whose call is written out: what a function of `by_torch` reads from a node, it reads in every call.
 _TEXT: dict[str, Callable[..., str]] = {
-    "reshape": lambda node, x: f"{x}.reshape({list(numbers(node.shape))})",
+    "reshape": lambda node, x: f"{x}.reshape({list(node.shape)})",
     "transpose": _transpose_text,
     "concat": lambda node, *xs: f"torch.cat([{', '.join(xs)}], {node['dim']})",
     "cast": lambda node, x: f"{x}.to({dtype_of(node.dtype)})",
@@ -365,4 +364,4 @@ _TEXT: dict[str, Callable[..., str]] = {
 
 
 def _evaluated(node: Node, device: torch.device, *inputs: Any) -> Any:
-    return evaluate_torch(node, inputs, {}, device)
+    return evaluate_torch(node, inputs, device)

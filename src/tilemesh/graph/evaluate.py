@@ -7,7 +7,7 @@ let through is `DEAD`; whatever reads it is dead as well, except a merge.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product as places
 from typing import Any, TypeAlias
 
@@ -17,7 +17,6 @@ import numpy.typing as npt
 from tilemesh.core.errors import UsageError
 from tilemesh.graph.ir import Dense, Graph, Node
 from tilemesh.graph.ops import primitive
-from tilemesh.graph.size import Size, known, numbers
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -30,33 +29,26 @@ class _Dead:
 DEAD = _Dead()
 
 
-def sizes_of(graph: Graph, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
-    """The number of each named size, from the shapes of the arrays that are given; what does not fit is refused."""
+def check_shapes(graph: Graph, shapes: Sequence[Sequence[int]]) -> None:
+    """Refuses arrays that do not fit the inputs of a graph."""
     if len(shapes) != len(graph.inputs):
         raise UsageError(f"{len(shapes)} arrays were given; the graph has {len(graph.inputs)} inputs")
-    sizes: dict[str, int] = {}
     for node, shape in zip(graph.inputs, shapes, strict=True):
-        for dim in node.shape if len(node.shape) == len(shape) else ():
-            if isinstance(dim, Size) and len(dim.terms) == 1 and dim.terms[0][1] == 1 and len(dim.terms[0][0]) == 1:
-                sizes.setdefault(dim.terms[0][0][0], shape[node.shape.index(dim)])
-    for node, shape in zip(graph.inputs, shapes, strict=True):
-        expected = tuple(known(dim, sizes) for dim in node.shape)
-        if expected != tuple(shape):
+        if node.shape != tuple(shape):
             raise UsageError(f"input {node['name']} has shape {list(shape)}; the graph needs {list(node.shape)}")
-    return sizes
 
 
 def run_numpy(graph: Graph, *arrays: Array) -> tuple[Array, ...]:
     """The outputs of a graph for these inputs."""
-    sizes = sizes_of(graph, [np.shape(array) for array in arrays])
+    check_shapes(graph, [np.shape(array) for array in arrays])
     values: dict[Node, Any] = dict(zip(graph.inputs, map(np.asarray, arrays), strict=True))
     for node in graph.nodes():
         if node not in values:
-            values[node] = evaluate_numpy(node, [values[value] for value in node.inputs], sizes)
+            values[node] = evaluate_numpy(node, [values[value] for value in node.inputs])
     return tuple(values[node] for node in graph.outputs)
 
 
-def evaluate_numpy(node: Node, inputs: Sequence[Any], sizes: Mapping[str, int]) -> Any:
+def evaluate_numpy(node: Node, inputs: Sequence[Any]) -> Any:
     """One operator."""
     steered, value = control(node, inputs)
     if steered:
@@ -67,7 +59,7 @@ def evaluate_numpy(node: Node, inputs: Sequence[Any], sizes: Mapping[str, int]) 
     if function is None and primitive(node.op).kind == "elementwise":
         result = getattr(np, node.op)(*inputs)  # numpy's own name for it
     elif function is not None:
-        result = function(node, sizes, *inputs)
+        result = function(node, *inputs)
     else:
         what = node["target"] if node.op == "opaque" else node.op
         raise UsageError(f"{what} runs by torch alone" + (f" ({node.line})" if node.line else ""))
@@ -89,7 +81,7 @@ def dense(node: Node) -> Array:
     """The array of a constant."""
     value = node["value"]
     if isinstance(value, Dense):
-        return np.frombuffer(value.data, dtype=node.dtype).reshape(numbers(node.shape))
+        return np.frombuffer(value.data, dtype=node.dtype).reshape(node.shape)
     return np.asarray(value, dtype=node.dtype)
 
 
@@ -110,26 +102,26 @@ def stored_number(value: float | int | bool, dtype: str) -> float | int | bool |
     return None if math.isinf(number) and not math.isinf(value) else number
 
 
-def _iota(node: Node, sizes: Mapping[str, int]) -> Array:
-    shape = numbers(node.shape, sizes)
+def _iota(node: Node) -> Array:
+    shape = node.shape
     line = np.arange(shape[node["dim"]]).reshape([-1 if dim == node["dim"] else 1 for dim in range(len(shape))])
     return np.broadcast_to(line, shape)
 
 
-def _broadcast(node: Node, sizes: Mapping[str, int], x: Array) -> Array:
-    shape = numbers(node.shape, sizes)
+def _broadcast(node: Node, x: Array) -> Array:
+    shape = node.shape
     between = [size if dim in node["dims"] else 1 for dim, size in enumerate(shape)]
     return np.broadcast_to(np.transpose(x, np.argsort(node["dims"]).astype(int)).reshape(between), shape)
 
 
-def ranges(node: Node, sizes: Mapping[str, int]) -> tuple[slice, ...]:
+def ranges(node: Node) -> tuple[slice, ...]:
     """A slice node's ranges, as Python slices."""
-    stops = numbers(node["stop"], sizes)
+    stops = node["stop"]
     return tuple(slice(*bounds) for bounds in zip(node["start"], stops, node["step"], strict=True))
 
 
-def _pad(node: Node, sizes: Mapping[str, int], x: Array) -> Array:
-    padded = np.zeros(numbers(node.shape, sizes), x.dtype)
+def _pad(node: Node, x: Array) -> Array:
+    padded = np.zeros(node.shape, x.dtype)
     padded[pad_ranges(node, x.shape)] = x
     return padded
 
@@ -140,8 +132,8 @@ def pad_ranges(node: Node, shape: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(low, low + size + (size - 1) * inner if size else low, inner + 1) for size, low, inner in bounds)
 
 
-def _put_add(node: Node, sizes: Mapping[str, int], values: Array, index: Array) -> Array:
-    table = np.zeros(numbers(node.shape, sizes), values.dtype)
+def _put_add(node: Node, values: Array, index: Array) -> Array:
+    table = np.zeros(node.shape, values.dtype)
     np.add.at(table, _rows(index, len(table)), values)
     return table
 
@@ -178,15 +170,15 @@ def _padded(node: Node, x: Array) -> Array:
     return _grouped(wide, node["groups"], 1)
 
 
-def _conv(node: Node, sizes: Mapping[str, int], x: Array, w: Array) -> Array:
-    out, weights = numbers(node.shape, sizes), _grouped(w, node["groups"], 0)
+def _conv(node: Node, x: Array, w: Array) -> Array:
+    out, weights = node.shape, _grouped(w, node["groups"], 0)
     parts = _by_taps(node, _padded(node, x), w.shape[2:], out[2:])
     total: Array = sum(np.einsum("ngc...,goc->ngo...", part, weights[tap]) for tap, part in parts)
     return total.reshape(out)
 
 
-def _conv_input(node: Node, sizes: Mapping[str, int], g: Array, w: Array) -> Array:
-    shape = numbers(node.shape, sizes)
+def _conv_input(node: Node, g: Array, w: Array) -> Array:
+    shape = node.shape
     total = _padded(node, np.zeros(shape, g.dtype))
     slopes, weights = _grouped(g, node["groups"], 1), _grouped(w, node["groups"], 0)
     for tap, part in _by_taps(node, total, w.shape[2:], g.shape[2:]):
@@ -196,8 +188,8 @@ def _conv_input(node: Node, sizes: Mapping[str, int], g: Array, w: Array) -> Arr
     return cropped.reshape(shape)
 
 
-def _conv_weight(node: Node, sizes: Mapping[str, int], x: Array, g: Array) -> Array:
-    shape, slopes = numbers(node.shape, sizes), _grouped(g, node["groups"], 1)
+def _conv_weight(node: Node, x: Array, g: Array) -> Array:
+    shape, slopes = node.shape, _grouped(g, node["groups"], 1)
     total = _grouped(np.zeros(shape, g.dtype), node["groups"], 0)
     for tap, part in _by_taps(node, _padded(node, x), shape[2:], g.shape[2:]):
         total[tap] = np.einsum(
@@ -206,7 +198,7 @@ def _conv_weight(node: Node, sizes: Mapping[str, int], x: Array, g: Array) -> Ar
     return total.reshape(shape)
 
 
-def _windows(node: Node, sizes: Mapping[str, int], x: Array) -> Array:
+def _windows(node: Node, x: Array) -> Array:
     taps, stride = node["taps"], node["stride"]
     axes = tuple(range(x.ndim - len(taps), x.ndim))
     view = np.lib.stride_tricks.sliding_window_view(x, taps, axes)
@@ -214,10 +206,10 @@ def _windows(node: Node, sizes: Mapping[str, int], x: Array) -> Array:
     return view[(slice(None),) * (x.ndim - len(taps)) + steps]
 
 
-def _unwindows(node: Node, sizes: Mapping[str, int], g: Array) -> Array:
+def _unwindows(node: Node, g: Array) -> Array:
     """The transpose of `windows`: every element of the input gets the sum of its places in the windows."""
     taps, stride = node["taps"], node["stride"]
-    total = np.zeros(numbers(node.shape, sizes), g.dtype)
+    total = np.zeros(node.shape, g.dtype)
     out = g.shape[-2 * len(taps) : -len(taps)]
     for tap in places(*map(range, taps)):
         seen = tuple(slice(at, at + (n - 1) * by + 1, by) for at, n, by in zip(tap, out, stride, strict=True))
@@ -232,28 +224,28 @@ _COMPARE: dict[str, Callable[[Array, Array], Array]] = {
 }
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 _NUMPY: dict[str, Callable[..., Any]] = {
-    "region": lambda node, sizes, *xs: run_numpy(node["body"], *xs),
-    "item": lambda node, sizes, values: values[node["index"]],
-    "constant": lambda node, sizes: dense(node),
+    "region": lambda node, *xs: run_numpy(node["body"], *xs),
+    "item": lambda node, values: values[node["index"]],
+    "constant": lambda node: dense(node),
     "iota": _iota,
-    "negate": lambda node, sizes, x: np.negative(x),
-    "sigmoid": lambda node, sizes, x: 0.5 * (1 + np.tanh(0.5 * x)),
-    "erf": lambda node, sizes, x: _erf(x) if x.size else x,
-    "compare": lambda node, sizes, x, y: _COMPARE[node["kind"]](x, y),
-    "cast": lambda node, sizes, x: x,
-    "sum": lambda node, sizes, x: x.sum(axis=node["dims"]),
-    "amax": lambda node, sizes, x: x.max(axis=node["dims"]),
-    "argmax": lambda node, sizes, x: x.argmax(axis=node["dim"]),
-    "reshape": lambda node, sizes, x: x.reshape(numbers(node.shape, sizes)),
-    "transpose": lambda node, sizes, x: x.transpose(node["order"]),
+    "negate": lambda node, x: np.negative(x),
+    "sigmoid": lambda node, x: 0.5 * (1 + np.tanh(0.5 * x)),
+    "erf": lambda node, x: _erf(x) if x.size else x,
+    "compare": lambda node, x, y: _COMPARE[node["kind"]](x, y),
+    "cast": lambda node, x: x,
+    "sum": lambda node, x: x.sum(axis=node["dims"]),
+    "amax": lambda node, x: x.max(axis=node["dims"]),
+    "argmax": lambda node, x: x.argmax(axis=node["dim"]),
+    "reshape": lambda node, x: x.reshape(node.shape),
+    "transpose": lambda node, x: x.transpose(node["order"]),
     "broadcast": _broadcast,
-    "concat": lambda node, sizes, *xs: np.concatenate(xs, axis=node["dim"]),
-    "slice": lambda node, sizes, x: x[ranges(node, sizes)],
+    "concat": lambda node, *xs: np.concatenate(xs, axis=node["dim"]),
+    "slice": lambda node, x: x[ranges(node)],
     "pad": _pad,
-    "reverse": lambda node, sizes, x: np.flip(x, node["dims"]),
-    "own_copy": lambda node, sizes, x: x,
-    "dot": lambda node, sizes, x, y: x @ y,
-    "take": lambda node, sizes, table, index: table[_rows(index, len(table))],
+    "reverse": lambda node, x: np.flip(x, node["dims"]),
+    "own_copy": lambda node, x: x,
+    "dot": lambda node, x, y: x @ y,
+    "take": lambda node, table, index: table[_rows(index, len(table))],
     "put_add": _put_add,
     "conv": _conv,
     "conv_input": _conv_input,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 
 import numpy as np
 
@@ -11,7 +12,6 @@ from tilemesh.graph.evaluate import Array, dense, evaluate_numpy
 from tilemesh.graph.ir import Dense, Graph, Node, make, rebuilt
 from tilemesh.graph.ops import primitive
 from tilemesh.graph.rewrite import number_of
-from tilemesh.graph.size import product
 
 LARGEST = 1 << 16  # elements of an array that is worth being part of a program
 
@@ -30,16 +30,15 @@ def folded(node: Node) -> Node:
             for number, value in zip(numbers, node.inputs, strict=True)
         ]
         small = make(node.op, *scalars, **dict(node.attributes))
-        result = evaluate_numpy(small, [dense(scalar) for scalar in scalars], {})
+        result = evaluate_numpy(small, [dense(scalar) for scalar in scalars])
         return build.constant(_native(result.item(), small), node.shape, node.dtype)
     if node.op in ("broadcast", "reshape"):
         return node  # memory named again: nothing to compute
     if not all(value.op == "constant" for value in node.inputs):
         return node
-    size = product(node.shape)
-    if not isinstance(size, int) or size > LARGEST:
+    if prod(node.shape) > LARGEST:
         return node
-    return constant_of(evaluate_numpy(node, [dense(value) for value in node.inputs], {}), node.dtype)
+    return constant_of(evaluate_numpy(node, [dense(value) for value in node.inputs]), node.dtype)
 
 
 def _native(number: float | int | bool | None, node: Node) -> float | int | bool:
@@ -71,7 +70,7 @@ def specialise(graph: Graph, values: Mapping[str, Array]) -> Graph:
             return folded(new)
         if primitive(new.op).kind in ("opaque", "control", "source"):
             return folded(new)
-        return constant_of(evaluate_numpy(new, ready, {}), new.dtype)
+        return constant_of(evaluate_numpy(new, ready), new.dtype)
 
     changed = graph.replace(change)
     return Graph(tuple(node for node in graph.inputs if node not in fixed), changed.outputs)
@@ -85,7 +84,7 @@ def _array_of(node: Node) -> Array | None:
     if node.op == "constant":
         return dense(node)
     inner = _array_of(node.inputs[0]) if node.op in REPEATS else None
-    return None if inner is None else evaluate_numpy(node, [inner], {})
+    return None if inner is None else evaluate_numpy(node, [inner])
 
 
 def prune(graph: Graph) -> Graph:

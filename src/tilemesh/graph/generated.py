@@ -21,7 +21,6 @@ from tilemesh.graph import kernel_c
 from tilemesh.graph.by_torch import dtype_of
 from tilemesh.graph.ir import Graph, Node
 from tilemesh.graph.kernel_plan import plan_kernel, reordered
-from tilemesh.graph.size import numbers
 from tilemesh.kernels.launch.compile_ahead import AheadCompilers
 
 Tensor = torch.Tensor
@@ -65,7 +64,7 @@ class RegionCall:
 
     def _set_body(self, body: Graph) -> None:
         self.body = body
-        self.shapes = [(numbers(output.shape), dtype_of(output.dtype)) for output in body.outputs]
+        self.shapes = [(output.shape, dtype_of(output.dtype)) for output in body.outputs]
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
         if self.strides is None:

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tilemesh.core.errors import UsageError
-from tilemesh.graph.ops import VIEWS, Typed, primitive, size_bytes
-from tilemesh.graph.size import Dim, Shape
+from tilemesh.graph.ops import VIEWS, Shape, Typed, primitive, size_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,18 +41,14 @@ class Node:
         return primitive(self.op).kind != "source" and self.op not in VIEWS
 
     @property
-    def flops(self) -> Dim:
+    def flops(self) -> int:
         return primitive(self.op).flops([node.typed for node in self.inputs], self.typed, dict(self.attributes))
 
     @property
-    def moved_bytes(self) -> Dim:
+    def moved_bytes(self) -> int:
         """What the operator reads and writes when it runs alone."""
-        total = size_bytes(self.typed)
-        for node in dict.fromkeys(self.inputs):
-            total = total + size_bytes(node.typed)
-        if self.op == "region":
-            total = total + _total(size_bytes(node.typed) for node in self["body"].outputs)
-        return total
+        moved = [self, *dict.fromkeys(self.inputs), *(self["body"].outputs if self.op == "region" else ())]
+        return sum(size_bytes(node.typed) for node in moved)
 
     def __repr__(self) -> str:
         return f"<{self.op} {self.dtype}{list(self.shape)}>"
@@ -127,12 +122,12 @@ class Graph:
         return ordered(self.outputs)
 
     @property
-    def flops(self) -> Dim:
-        return _total(node.flops for node in self.nodes())
+    def flops(self) -> int:
+        return sum(node.flops for node in self.nodes())
 
     @property
-    def moved_bytes(self) -> Dim:
-        return _total(node.moved_bytes for node in self.nodes() if node.launched)
+    def moved_bytes(self) -> int:
+        return sum(node.moved_bytes for node in self.nodes() if node.launched)
 
     @property
     def launches(self) -> int:
@@ -183,13 +178,6 @@ def _called(node: Node) -> str:
 
 def _text(value: Any) -> str:
     return f"[{', '.join(_text(item) for item in value)}]" if isinstance(value, tuple) else str(value)
-
-
-def _total(values: Iterable[Dim]) -> Dim:
-    total: Dim = 0
-    for value in values:
-        total = total + value
-    return total
 
 
 def rebuilt(node: Node, inputs: Sequence[Node]) -> Node:

@@ -11,12 +11,12 @@ operand, so it is a pass.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 from tilemesh.graph import build
 from tilemesh.graph.ir import Graph, Node, make, rebuilt
 from tilemesh.graph.opaque import InputSlot
 from tilemesh.graph.ops import primitive, size_bytes
-from tilemesh.graph.size import known, product
 
 CONVOLUTION = "aten.convolution.default"
 LAUNCH = {"triton": 8 << 20}
@@ -48,7 +48,7 @@ def joined_products(graph: Graph, way: str | None = None) -> tuple[Graph, int]:
             start = 0
             for node in products:
                 results[node] = (products, start)
-                start += known(node.shape[1], {})
+                start += node.shape[1]
     if not results:
         return graph, 0
 
@@ -56,7 +56,7 @@ def joined_products(graph: Graph, way: str | None = None) -> tuple[Graph, int]:
         if node not in results:
             return rebuilt(node, inputs)
         products, start = results[node]
-        return build.part(_together(inputs[0], products), 1, start, start + known(node.shape[1], {}))
+        return build.part(_together(inputs[0], products), 1, start, start + node.shape[1])
 
     return graph.replace(change), len(results) - len({id(products) for products, _ in results.values()})
 
@@ -79,7 +79,7 @@ def _together(left: Node, products: Sequence[Node]) -> Node:
     if first.op == "dot":
         return make("dot", left, build.concat([node.inputs[1] for node in products], 1))
     weights = [build.concat(each, 0) for each in zip(*(node.inputs[1:] for node in products), strict=True)]
-    width = sum(known(node.shape[1], {}) for node in products)
+    width = sum(node.shape[1] for node in products)
     slots = (InputSlot(0), InputSlot(1), InputSlot(2) if len(weights) > 1 else None)
     flops = sum(dict(node.attributes).get("flops", 0) for node in products)
     shape = (first.shape[0], width, *first.shape[2:])
@@ -95,12 +95,12 @@ def saved_bytes(products: list[Node], launch: int = 0) -> int:
     shared = _bytes(products[0].inputs[0])
     if products[0].op == "dot":
         return (len(products) - 1) * (shared + launch)
-    taps = known(product(products[0].inputs[1].shape[2:]), {})
+    taps = prod(products[0].inputs[1].shape[2:])
     return (len(products) - 1) * (shared * (taps - 1) + launch) - 2 * sum(map(_bytes, products))
 
 
 def _bytes(node: Node) -> int:
-    return known(size_bytes(node.typed), {})
+    return size_bytes(node.typed)
 
 
 def _is_given(node: Node) -> bool:

@@ -32,7 +32,6 @@ from tilemesh.graph.ir import Graph, Node, make, ordered, rebuilt
 from tilemesh.graph.lower import lower
 from tilemesh.graph.ops import primitive
 from tilemesh.graph.rules import ALGEBRA, simplify
-from tilemesh.graph.size import Dim
 from tilemesh.graph.tracing import quiet, tracing_failure
 
 _TRACING = threading.Lock()  # torch traces one program at a time
@@ -289,7 +288,7 @@ def _rewritten(node: Node, inputs: tuple[Node, ...]) -> Node:
     return build.reshape(make("dot", *parts), node.shape)
 
 
-def _lead(value: Node) -> tuple[Dim, ...] | None:
+def _lead(value: Node) -> tuple[int, ...] | None:
     """Dims that a reshape makes one, of matrices that stay as they are or are transposed."""
     if value.op == "transpose" and value["order"] == (0, 2, 1):
         return _lead(value.inputs[0])
@@ -299,7 +298,7 @@ def _lead(value: Node) -> tuple[Dim, ...] | None:
     return before[:-2] if len(before) > 3 and before[-2:] == value.shape[-2:] else None
 
 
-def _spread_out(value: Node, lead: tuple[Dim, ...]) -> Node:
+def _spread_out(value: Node, lead: tuple[int, ...]) -> Node:
     if value.op == "transpose" and value["order"] == (0, 2, 1):
         inner = _spread_out(value.inputs[0], lead)
         last = len(inner.shape) - 1

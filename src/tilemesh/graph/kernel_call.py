@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from tilemesh import kernels
 from tilemesh.graph.by_torch import run_torch
 from tilemesh.graph.ir import Graph, Node
-from tilemesh.graph.size import numbers
 from tilemesh.graph.templates import ASIDE, KernelUse
 
 Tensor = torch.Tensor
@@ -54,7 +53,7 @@ class KernelCall:
         body: Graph = node["body"]
         outputs = [output for output, place in zip(body.outputs, use.results, strict=True) if place == ASIDE]
         self.aside = Graph(body.inputs, tuple(outputs)) if outputs else None
-        self.shapes = [numbers(output.shape) for output in body.outputs]
+        self.shapes = [output.shape for output in body.outputs]
         self.laid: tuple[Laid, ...] = ()  # how operands lie, from a run on tensors without data
         public = getattr(kernels, use.kernel)  # which also registers the operator with torch
         self.run = self._product if use.kernel == "fused_matmul" else self._rows(public)

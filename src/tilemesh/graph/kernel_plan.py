@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import cast
+from math import prod
 
 from tilemesh.graph.ir import Graph, Node, make, ordered, rebuilt
 from tilemesh.graph.ops import REDUCTIONS, primitive
-from tilemesh.graph.regions import COLUMN, FULL, ROW, cuts_of, elements, trailing
+from tilemesh.graph.regions import COLUMN, FULL, ROW, cuts_of, trailing
 from tilemesh.graph.rewrite import number_of
 from tilemesh.graph.rotations import swapped, swapped_source
 
@@ -42,11 +42,11 @@ class KernelPlan:
 
     @property
     def row_count(self) -> int:
-        return elements(self.rows)
+        return prod(self.rows)
 
     @property
     def column_count(self) -> int:
-        return elements(self.columns)
+        return prod(self.columns)
 
     @property
     def members(self) -> list[Node]:
@@ -82,7 +82,7 @@ def plan_kernel(body: Graph, space: int, columns: int, strides: Sequence[Sequenc
             levels[node] = ROW if trailing(node) == columns else COLUMN
             read_at = FULL
         else:
-            read_at = levels[node] = FULL if elements(node.shape) == space else ROW
+            read_at = levels[node] = FULL if prod(node.shape) == space else ROW
         shape = node.inputs[0].shape
         cuts |= {cut * (columns if read_at == ROW else 1) for cut in cuts_of(shape)}
         for value in node.inputs:
@@ -98,7 +98,7 @@ def plan_kernel(body: Graph, space: int, columns: int, strides: Sequence[Sequenc
     }
     inner = order.index(columns) if columns else 0
     # The last dim of an operand that is read in another order stays a size of its own: nothing else steps so.
-    ends = {leaf: cast(int, leaf.shape[-1]) for leaf in leaves if leaf.op == "concat"}
+    ends = {leaf: leaf.shape[-1] for leaf in leaves if leaf.op == "concat"}
     alone = [[start * (start < end) for start in order[:-1]] for end in ends.values()]
     kept, dims = _collapsed(sizes, inner, [*all_strides.values(), *alone])
     split = dims if columns else min(1, len(kept))
@@ -139,7 +139,6 @@ def _refined(leaf: Node, strides: Sequence[int], starts: Sequence[int], scale: i
         of_dims[place] = stride
     begins, ranges = scale, []
     for size, stride in zip(reversed(shape), reversed(of_dims), strict=True):
-        assert isinstance(size, int)
         if size > 1:
             ranges.append((begins, begins * size, stride))
         begins *= size

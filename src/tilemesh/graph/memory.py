@@ -16,7 +16,6 @@ import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tilemesh.core.errors import UsageError
 from tilemesh.graph.ir import Graph, Node, ordered, users
 from tilemesh.graph.ops import TUPLE, VIEWS, primitive, size_bytes
 
@@ -61,26 +60,23 @@ def scheduled(graph: Graph) -> list[Node]:
 
     The base is depth first, of an operator's inputs the one with the longest way to it first: what is near, as a value
     that is computed again, then runs when it is needed. Before each operator of the base, others that are ready run if
-    they free at least as much as they make. Where sizes are not known, where a condition steers, or where ranks run a
-    program together (in one order for all of them), the graph's own order.
+    they free at least as much as they make. Where a condition steers, or where ranks run a program together (in one
+    order for all of them), the graph's own order.
     """
     plain = graph.nodes()
     sizes = {node: 0 if node.op in VIEWS and node.op != "item" else _made_bytes(node) for node in plain}
-    if None in sizes.values() or any(primitive(node.op).kind in ("control", "exchange") for node in plain):
+    if any(primitive(node.op).kind in ("control", "exchange") for node in plain):
         return plain
     depths: dict[Node, int] = {}
     for node in plain:
         depths[node] = 1 + max((depths[value] for value in node.inputs), default=0)
     base = ordered(graph.outputs, lambda node: sorted(node.inputs, key=lambda value: -depths[value]))
-    return _Ordering(graph, base, sizes).run()  # type: ignore[arg-type]
+    return _Ordering(graph, base, sizes).run()
 
 
-def _made_bytes(node: Node) -> int | None:
-    """What a node's value takes; nothing that another gave it. None: the size is not known."""
-    if primitive(node.op).kind == "source" or node.dtype == TUPLE:
-        return 0
-    size = size_bytes(node.typed)
-    return size if isinstance(size, int) else None
+def _made_bytes(node: Node) -> int:
+    """What a node's value takes; nothing that another gave it."""
+    return 0 if primitive(node.op).kind == "source" else size_bytes(node.typed)
 
 
 class _Ordering:
@@ -146,10 +142,7 @@ def lifetimes(graph: Graph, given: Collection[Node] = ()) -> list[Lifetime]:
 
 
 def _bytes(node: Node) -> int:
-    size = size_bytes(node.typed)
-    if not isinstance(size, int):
-        raise UsageError(f"{node.op} makes {size} bytes; an arena needs sizes that are known")
-    return -(-size // ALIGNMENT) * ALIGNMENT
+    return -(-size_bytes(node.typed) // ALIGNMENT) * ALIGNMENT
 
 
 def live_bytes(lives: Sequence[Lifetime]) -> list[int]:

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 
 from tilemesh.graph.ir import Graph, Node, make, rebuilt
-from tilemesh.graph.size import Shape, known
+from tilemesh.graph.ops import Shape
 
 Tensor = torch.Tensor
 Strides: TypeAlias = tuple[int, ...]
@@ -96,7 +96,7 @@ def contiguous(shape: Shape) -> Strides:
     steps, step = [], 1
     for size in reversed(shape):
         steps.append(step)
-        step *= max(1, known(size, {}))
+        step *= max(1, size)
     return tuple(reversed(steps))
 
 

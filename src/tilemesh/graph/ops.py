@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, TypeAlias
 
 from tilemesh.core.errors import UsageError, unknown
-from tilemesh.graph.size import Dim, Shape, product
 
 DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2}
 DTYPES |= {"int8": 1, "uint8": 1, "bool": 1}
@@ -34,10 +34,11 @@ VIEWS = (
 )  # they name memory again: no work for a device
 TUPLE = "tuple"  # the dtype of an opaque operator that returns several tensors, each taken out by `item`
 
+Shape: TypeAlias = tuple[int, ...]
 Typed: TypeAlias = tuple[Shape, str]
 Attributes: TypeAlias = Mapping[str, Any]
 Rule: TypeAlias = Callable[[Sequence[Typed], Attributes], Typed]
-Flops: TypeAlias = Callable[[Sequence[Typed], Typed, Attributes], Dim]
+Flops: TypeAlias = Callable[[Sequence[Typed], Typed, Attributes], int]
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,9 @@ def primitive(name: str) -> Primitive:
     return PRIMITIVES[name]
 
 
-def size_bytes(typed: Typed) -> Dim:
+def size_bytes(typed: Typed) -> int:
     shape, dtype = typed
-    return 0 if dtype == TUPLE else product(shape) * DTYPES[dtype]
+    return 0 if dtype == TUPLE else prod(shape) * DTYPES[dtype]
 
 
 def _define(names: str, arity: int | None, kind: str, rule: Rule, **more: Any) -> None:
@@ -155,7 +156,7 @@ def _argmax(inputs: Sequence[Typed], attributes: Attributes) -> Typed:
 def _reshape(inputs: Sequence[Typed], attributes: Attributes) -> Typed:
     shape, dtype = inputs[0]
     new = tuple(attributes["shape"])
-    _need(product(shape) == product(new), f"a reshape from {list(shape)} to {list(new)}; give as many elements")
+    _need(prod(shape) == prod(new), f"a reshape from {list(shape)} to {list(new)}; give as many elements")
     return new, dtype
 
 
@@ -185,10 +186,7 @@ def _concat(inputs: Sequence[Typed], attributes: Attributes) -> Typed:
         _need(
             equal and kind == dtype, f"a concatenation along {dim} of {_words(inputs)}; the other sizes must be equal"
         )
-    total: Dim = 0
-    for other, _ in inputs:
-        total = total + other[dim]
-    return (*shape[:dim], total, *shape[dim + 1 :]), dtype
+    return (*shape[:dim], sum(other[dim] for other, _ in inputs), *shape[dim + 1 :]), dtype
 
 
 def _slice(inputs: Sequence[Typed], attributes: Attributes) -> Typed:
@@ -199,21 +197,15 @@ def _slice(inputs: Sequence[Typed], attributes: Attributes) -> Typed:
     )
     sizes = []
     for size, start, stop, step in zip(shape, starts, stops, steps, strict=True):
-        if isinstance(size, int) and isinstance(stop, int):
-            _need(0 <= start <= stop <= size and step >= 1, f"the range {start}:{stop}:{step} leaves a dim of {size}")
-            sizes.append(-(-(stop - start) // step))
-        else:
-            _need(
-                step == 1, f"the range {start}:{stop}:{step} of a size not known yet; only steps of 1 are served there"
-            )
-            sizes.append(stop - start)
+        _need(0 <= start <= stop <= size and step >= 1, f"the range {start}:{stop}:{step} leaves a dim of {size}")
+        sizes.append(-(-(stop - start) // step))
     return tuple(sizes), dtype
 
 
 def _pad(inputs: Sequence[Typed], attributes: Attributes) -> Typed:
     """Zeros before, after and between the elements of each dim."""
     shape, dtype = inputs[0]
-    sizes: list[Dim] = []
+    sizes = []
     for size, low, high, inner in zip(shape, attributes["low"], attributes["high"], attributes["inner"], strict=True):
         _need(low >= 0 and high >= 0 and inner >= 0, f"padding {low}, {high}, {inner}; give numbers of at least 0")
         spread = size + (size - 1) * inner if inner and size != 0 else size
@@ -246,13 +238,9 @@ def _put_add(inputs: Sequence[Typed], attributes: Attributes) -> Typed:
     return (attributes["size"], *values[len(index) :]), dtype
 
 
-def window(size: Dim, taps: Dim, stride: int, low: int = 0, high: int = 0, dilation: int = 1) -> Dim:
+def window(size: int, taps: int, stride: int, low: int = 0, high: int = 0, dilation: int = 1) -> int:
     """How many places a window of `taps` elements has in a dim of `size`."""
-    free = size + low + high - dilation * (taps - 1) - 1
-    if stride == 1:
-        return free + 1
-    _need(isinstance(free, int), f"a window with stride {stride} over {size}: the size must be known")
-    return free // stride + 1
+    return (size + low + high - dilation * (taps - 1) - 1) // stride + 1
 
 
 def _conv(inputs: Sequence[Typed], attributes: Attributes) -> Typed:
@@ -261,7 +249,7 @@ def _conv(inputs: Sequence[Typed], attributes: Attributes) -> Typed:
     space = len(x) - 2
     groups = attributes["groups"]
     fits = 1 <= space <= 3 and len(w) == len(x) and dtype == other and w[1] * groups == x[1]
-    fits = fits and (not isinstance(w[0], int) or w[0] % groups == 0)
+    fits = fits and w[0] % groups == 0
     _need(fits, f"a convolution of {_words(inputs)} in {groups} groups; give [n, c, *space] and [out, c/groups, *taps]")
     for name in ("stride", "padding", "dilation"):
         _need(
@@ -273,9 +261,7 @@ def _conv(inputs: Sequence[Typed], attributes: Attributes) -> Typed:
             x[2:], w[2:], attributes["stride"], attributes["padding"], attributes["dilation"], strict=True
         )
     ]
-    _need(
-        all(not isinstance(place, int) or place >= 1 for place in places), f"the window {list(w[2:])} exceeds {list(x)}"
-    )
+    _need(all(place >= 1 for place in places), f"the window {list(w[2:])} exceeds {list(x)}")
     return (x[0], w[0], *places), dtype
 
 
@@ -322,12 +308,12 @@ def _laid(inputs: Sequence[Typed], attributes: Attributes) -> Typed:
     return inputs[0]
 
 
-def _each(inputs: Sequence[Typed], output: Typed, attributes: Attributes) -> Dim:
-    return product(output[0])
+def _each(inputs: Sequence[Typed], output: Typed, attributes: Attributes) -> int:
+    return prod(output[0])
 
 
-def _each_read(inputs: Sequence[Typed], output: Typed, attributes: Attributes) -> Dim:
-    return product(inputs[0][0])
+def _each_read(inputs: Sequence[Typed], output: Typed, attributes: Attributes) -> int:
+    return prod(inputs[0][0])
 
 
 def _elementwise(name: str, arity: int, rule: Rule = _same, flops: Flops = _each, code: str = "", **more: Any) -> None:
@@ -400,21 +386,21 @@ _define("pad", 1, "linear", _pad)
 _define("reverse", 1, "linear", _reverse)
 _define(
     "dot", 2, "linear", _dot, torch="matmul",
-    flops=lambda inputs, output, attributes: product(output[0]) * inputs[0][0][-1] * 2,
+    flops=lambda inputs, output, attributes: prod(output[0]) * inputs[0][0][-1] * 2,
 )  # fmt: skip
 _define("take", 2, "linear", _take)
 _define("put_add", 2, "linear", _put_add, flops=_each_read)
 _define(
     "conv", 2, "linear", _conv,
-    flops=lambda inputs, output, attributes: product(output[0]) * product(inputs[1][0][1:]) * 2,
+    flops=lambda inputs, output, attributes: prod(output[0]) * prod(inputs[1][0][1:]) * 2,
 )  # fmt: skip
 _define(  # the two transposes of a convolution; `size` is the shape of what they give
     "conv_input", 2, "linear", lambda inputs, attributes: (tuple(attributes["size"]), inputs[0][1]),
-    flops=lambda inputs, output, attributes: product(inputs[0][0]) * product(inputs[1][0][1:]) * 2,
+    flops=lambda inputs, output, attributes: prod(inputs[0][0]) * prod(inputs[1][0][1:]) * 2,
 )  # fmt: skip
 _define(
     "conv_weight", 2, "linear", lambda inputs, attributes: (tuple(attributes["size"]), inputs[0][1]),
-    flops=lambda inputs, output, attributes: product(inputs[1][0]) * product(output[0][1:]) * 2,
+    flops=lambda inputs, output, attributes: prod(inputs[1][0]) * prod(output[0][1:]) * 2,
 )  # fmt: skip
 _define("windows", 1, "linear", _windows)
 _define(

@@ -14,24 +14,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import prod
 
 from tilemesh.graph.ir import Graph, Node, make, ordered, rebuilt, users
 from tilemesh.graph.memory import owner
-from tilemesh.graph.ops import REDUCTIONS, primitive
+from tilemesh.graph.ops import REDUCTIONS, Shape, primitive
 from tilemesh.graph.rewrite import number_of
 from tilemesh.graph.rotations import swapped, swapped_source
-from tilemesh.graph.size import Shape, product
 
 FULL, ROW, COLUMN = "full", "row", "column"
 NARROW = ("bfloat16", "float16")
 MOST_COLUMNS = 1 << 18  # of a row that is reduced: beyond, few rows are left and one reduction has to be shared
 
 MOST_SUMS = 16_384  # sums over the rows that one kernel keeps: they stay in registers
-
-
-def elements(shape: Shape) -> int:
-    count = product(shape)
-    return count if isinstance(count, int) else -1
 
 
 @dataclass
@@ -59,23 +54,21 @@ def fused(graph: Graph, serves: Callable[[Node], bool], smallest: int = 2, swaps
 
 def fusible(node: Node) -> bool:
     """Whether a node is of a kind that regions are made of."""
-    if elements(node.shape) < 0 or any(elements(value.shape) < 0 for value in node.inputs):
-        return False
     if primitive(node.op).kind == "elementwise":
-        return elements(node.shape) > 0
-    return node.op in REDUCTIONS and elements(node.inputs[0].shape) > 0
+        return prod(node.shape) > 0
+    return node.op in REDUCTIONS and prod(node.inputs[0].shape) > 0
 
 
 def trailing(node: Node) -> int | None:
     """The elements of a row, where a reduction is over the last dims."""
     dims, shape = node["dims"], node.inputs[0].shape
-    return elements(shape[dims[0] :]) if list(dims) == list(range(dims[0], len(shape))) else None
+    return prod(shape[dims[0] :]) if list(dims) == list(range(dims[0], len(shape))) else None
 
 
 def leading(node: Node) -> int | None:
     """The elements of a row, where a sum is over the first dims."""
     dims, shape = node["dims"], node.inputs[0].shape
-    return elements(shape[len(dims) :]) if node.op == "sum" and list(dims) == list(range(len(dims))) else None
+    return prod(shape[len(dims) :]) if node.op == "sum" and list(dims) == list(range(len(dims))) else None
 
 
 def spread(node: Node) -> int | None:
@@ -83,14 +76,13 @@ def spread(node: Node) -> int | None:
     shape, dims = node.shape, node["dims"]
     sized = [dim for dim, size in enumerate(shape) if size != 1]
     kept = [dim for dim in dims if shape[dim] != 1]
-    return elements(tuple(shape[dim] for dim in sized[len(kept) :])) if kept == sized[: len(kept)] else None
+    return prod(tuple(shape[dim] for dim in sized[len(kept) :])) if kept == sized[: len(kept)] else None
 
 
 def cuts_of(shape: Shape) -> set[int]:
     """The products of the last sizes of a shape: 1, and where each dim begins."""
     cuts, total = {1}, 1
     for size in reversed(shape):
-        assert isinstance(size, int)
         total *= size
         cuts.add(total)
     return cuts
@@ -138,13 +130,13 @@ class _Fusion:
     def _begun(self, node: Node) -> _Region | None:
         if primitive(node.op).kind == "elementwise":
             cuts = cuts_of(node.shape)
-            return _Region(elements(node.shape), None, {node: FULL}, cuts) if chained(cuts) else None
+            return _Region(prod(node.shape), None, {node: FULL}, cuts) if chained(cuts) else None
         shape = node.inputs[0].shape
         columns = trailing(node)
-        if columns is None or columns == 1 or columns > MOST_COLUMNS or columns == elements(shape):
+        if columns is None or columns == 1 or columns > MOST_COLUMNS or columns == prod(shape):
             return None
         cuts = cuts_of(shape)
-        return _Region(elements(shape), columns, {node: ROW}, cuts) if chained(cuts) else None
+        return _Region(prod(shape), columns, {node: ROW}, cuts) if chained(cuts) else None
 
     def _joined(self, node: Node, place: int) -> tuple[str, int | None, set[int]] | None:
         """The level that a node has in a region, the region's columns and cuts then; None where it does not fit."""
@@ -152,7 +144,7 @@ class _Fusion:
         assert group is not None
         if primitive(node.op).kind != "elementwise":
             return self._reduction(node, place, group)
-        count = elements(node.shape)
+        count = prod(node.shape)
         if count == group.space:
             level = FULL
         elif group.columns and count == group.rows:
@@ -167,7 +159,7 @@ class _Fusion:
 
     def _reduction(self, node: Node, place: int, group: _Region) -> tuple[str, int | None, set[int]] | None:
         value = node.inputs[0]
-        if elements(value.shape) != group.space or self.level(value, group) != FULL:
+        if prod(value.shape) != group.space or self.level(value, group) != FULL:
             return None
         for level, columns in ((ROW, trailing(node)), (COLUMN, leading(node))):
             most = MOST_COLUMNS if level == ROW else MOST_SUMS
@@ -312,7 +304,7 @@ class _Building:
         if value.op == "broadcast":
             return value.inputs[0].inputs[0] if self._widened(value) else value.inputs[0]
         swapped = self._swapped(value)
-        return value if swapped is None or elements(value.shape) != group.space else swapped
+        return value if swapped is None or prod(value.shape) != group.space else swapped
 
     def _widened(self, value: Node) -> bool:
         """Whether a value is a 16-bit one, repeated after it became a wider one."""
@@ -374,4 +366,4 @@ class _Building:
 def _counts(value: Node, group: _Region) -> bool:
     """Whether a value is the number of each column, at every element: a kernel has it without reading it."""
     last = value.op == "iota" and value["dim"] == len(value.shape) - 1
-    return last and value.shape[-1] == group.columns and elements(value.shape) == group.space
+    return last and value.shape[-1] == group.columns and prod(value.shape) == group.space

@@ -17,7 +17,6 @@ from tilemesh.graph.rewrite import number_of
 def swapped(x: Node) -> Node:
     """The two halves of the last dim, the second one first."""
     last, size = len(x.shape) - 1, x.shape[-1]
-    assert isinstance(size, int)
     return build.concat([build.part(x, last, size // 2, size), build.part(x, last, 0, size // 2)], last)
 
 
@@ -26,7 +25,7 @@ def swapped_source(node: Node) -> Node | None:
     if node.op != "concat" or len(node.inputs) != 2 or node.inputs[0].op != "slice":
         return None
     x = node.inputs[0].inputs[0]
-    even = x.shape == node.shape and isinstance(x.shape[-1], int) and x.shape[-1] % 2 == 0
+    even = x.shape == node.shape and x.shape[-1] % 2 == 0
     return x if even and swapped(x) is node else None
 
 

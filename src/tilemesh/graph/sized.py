@@ -27,7 +27,6 @@ from tilemesh.graph.generated import RegionCall
 from tilemesh.graph.kernel_plan import plan_kernel
 from tilemesh.graph.lower import NotServedError
 from tilemesh.graph.opaque import LayCall, laid, overlap
-from tilemesh.graph.size import numbers
 
 Sizes = tuple[int, ...]
 INSTANCES = 4  # two decide a formula, the others check it
@@ -251,7 +250,7 @@ def _shares(call: RegionCall) -> bool:
     """Whether elements of an operand share memory: repeated by a stride of 0, or overlapping."""
     assert call.strides is not None
     operands = zip(call.body.inputs, call.strides, strict=True)
-    return any(overlap(numbers(node.shape), steps) for node, steps in operands)
+    return any(overlap(node.shape, steps) for node, steps in operands)
 
 
 def _written(call: RegionCall) -> str:

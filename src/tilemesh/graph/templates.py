@@ -18,12 +18,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from tilemesh.core.errors import UsageError
 from tilemesh.graph.ir import Graph, Node, make, ordered, rebuilt, users
 from tilemesh.graph.ops import REDUCTIONS
-from tilemesh.graph.regions import elements, fusible, trailing
+from tilemesh.graph.regions import fusible, trailing
 from tilemesh.graph.rewrite import Match, Pattern, matches, number_of, parsed
 
 ASIDE = -1
@@ -127,7 +128,7 @@ def with_products(graph: Graph, dtypes: Sequence[str]) -> Graph:
     readers = users(order)
     made: dict[Node, Node] = {}
     for root in order:
-        if root.dtype not in dtypes or not elements(root.shape) > 0 or _feeds_elementwise(root, readers, graph):
+        if root.dtype not in dtypes or not prod(root.shape) > 0 or _feeds_elementwise(root, readers, graph):
             continue
         for each in PRODUCTS:
             match = next(matches(each.left, root, Match(root), seen), None)
@@ -158,7 +159,7 @@ def _product(
     leaves = list(product.inputs)
     if len(product.shape) != 2 or {value.dtype for value in (product, total, root)} != {product.dtype}:
         return {}
-    if elements(root.shape) != elements(product.shape):  # it was repeated on the way
+    if prod(root.shape) != prod(product.shape):  # it was repeated on the way
         return {}
     if total is not product:
         added = _added(total, product)
@@ -178,7 +179,7 @@ def _product(
     outputs = (root, total) if read_outside else (root,)
     body = _body(leaves, outputs)
     use = KernelUse(each.kernel, each.settings, tuple(range(len(leaves))), tuple(range(len(outputs))), 0)
-    region = make("region", *leaves, body=body, space=elements(root.shape), columns=0, kernel=use)
+    region = make("region", *leaves, body=body, space=prod(root.shape), columns=0, kernel=use)
     return {
         node: make("item", region, index=place, shape=node.shape, dtype=node.dtype)
         for place, node in enumerate(outputs)
@@ -269,9 +270,9 @@ def _row_use(region: Node, each: KernelTemplate, match: Match, root: Node) -> Ke
     x = named["x"]
     counts = {"x": space, "w": columns, "b": columns, "t": space // columns}
     for name, count in counts.items():
-        if name in named and (named[name] not in body.inputs or elements(named[name].shape) != count):
+        if name in named and (named[name] not in body.inputs or prod(named[name].shape) != count):
             return None
-    vectors = [node for node in body.nodes() if node.op == "broadcast" and elements(node.inputs[0].shape) == columns]
+    vectors = [node for node in body.nodes() if node.op == "broadcast" and prod(node.inputs[0].shape) == columns]
     if any(node["dims"] != tuple(range(len(node.shape)))[-len(node["dims"]) :] for node in vectors):
         return None
     if "i" in named and named["i"].op != "iota":

@@ -15,7 +15,6 @@ from tilemesh.graph.cost import node_seconds
 from tilemesh.graph.emit import program
 from tilemesh.graph.ir import Graph, Node, make, rebuilt, users
 from tilemesh.graph.ops import TUPLE, VIEWS, primitive
-from tilemesh.graph.size import numbers
 
 LEAST_CALLS, MOST_SECONDS = 5, 0.1
 
@@ -51,7 +50,7 @@ def operator_times(graph: Graph, device: Device) -> list[OperatorTime]:
         if node.op == "region":
             name = "region of " + ", ".join(dict.fromkeys(each.op for each in node["body"].nodes() if each.launched))
         result = next((each for each in readers[node] if each.op == "item"), node)
-        shape = numbers(result.shape)
+        shape = result.shape
         measured = None if seconds is None else count * seconds
         times.append(OperatorTime(name, shape, node.line, count, count * node_seconds(node, device), measured, why))
     return sorted(times, key=lambda each: -(each.measured_s or each.predicted_s))
@@ -79,8 +78,8 @@ def _alone(node: Node, readers: Sequence[Node]) -> Graph | None:
 def _timed(graph: Graph) -> tuple[float | None, str]:
     """The median of some calls, and why there is none."""
     inputs = [
-        torch.rand(numbers(node.shape)).to(dtype_of(node.dtype)) if "float" in node.dtype
-        else torch.zeros(numbers(node.shape), dtype=dtype_of(node.dtype))
+        torch.rand(node.shape).to(dtype_of(node.dtype)) if "float" in node.dtype
+        else torch.zeros(node.shape, dtype=dtype_of(node.dtype))
         for node in graph.inputs
     ]  # fmt: skip
     try:

@@ -44,7 +44,7 @@ from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.shard import require_no_hooks, take
 from tilemesh.parallel.whole import gather_parts, handed_around
 from tilemesh.plan.place.combine import combined
-from tilemesh.plan.place.local import local_graph, whole_shape
+from tilemesh.plan.place.local import local_graph
 from tilemesh.plan.place.overlap import begun_early
 from tilemesh.plan.place.propagate import PlacedGraph, propagate
 from tilemesh.plan.place.rules import DRAWN_ALIKE, EXCHANGES, OpaqueRule, is_random
@@ -167,7 +167,7 @@ def exchange_call(node: Node, comm: Communicator, is_begun: bool = False) -> Cal
         return lambda x: begin(x.permute(back).contiguous(), comm.all_gather, turned, axis=lies, counts=counts)
     if node.op == "reduce_scatter":
         return lambda x: begin(x.contiguous(), comm.reduce_scatter, axis=dim, counts=counts)
-    into, parts, shape = attributes["into"], list(attributes["parts"]), whole_shape(node)
+    into, parts, shape = attributes["into"], list(attributes["parts"]), node.shape
     shapes = [[length if at == dim else size for at, size in enumerate(shape)] for length in counts]
     lengths = [math.prod(each) for each in shapes]
 

@@ -26,7 +26,6 @@ from tilemesh.core.step.action import Action, Payload, parts
 from tilemesh.core.step.book import build
 from tilemesh.core.step.passes import exchange
 from tilemesh.graph.by_torch import dtype_of
-from tilemesh.graph.size import numbers
 from tilemesh.model.dropout import fold_seed
 from tilemesh.parallel.agree import tell
 from tilemesh.parallel.mesh import Mesh
@@ -209,7 +208,7 @@ def stage(
             [given, *others] = trace.graph.outputs[: trace.results]
             if others:
                 raise UsageError(f"module {number} of a pipeline gives {1 + len(others)} tensors: expected one")
-            leaves = torch.empty(numbers(given.shape), dtype=dtype_of(given.dtype), device=example[0].device)
+            leaves = torch.empty(given.shape, dtype=dtype_of(given.dtype), device=example[0].device)
             chunks[number] = PlacedChunk(placed, number == 0, is_last, ranks, example[0], leaves, state)
             words = json.dumps([list(leaves.shape), given.dtype])
         shape, dtype = json.loads(tell(comm, words, sum(sizes[: stages[number]])))

@@ -28,7 +28,6 @@ from tilemesh.graph.backend import Backend, Compiled
 from tilemesh.graph.by_torch import dtype_of
 from tilemesh.graph.cost import PEAKS, graph_roof_seconds, graph_seconds
 from tilemesh.graph.memory import arena
-from tilemesh.graph.size import known
 from tilemesh.measure.gpu import call_timer
 from tilemesh.measure.machine import this_machine
 from tilemesh.measure.row import CaseValue, Row
@@ -65,11 +64,11 @@ def figures(pieces: Sequence[Compiled]) -> GraphFigures:
         operators=sum(graph.launches for graph in before),
         launches=sum(graph.launches for graph in graphs),
         opaque=sum(len(piece.opaque) for piece in pieces),
-        moved_before=sum(known(graph.moved_bytes, {}) for graph in before),
-        moved=sum(known(graph.moved_bytes, {}) for graph in graphs),
+        moved_before=sum(graph.moved_bytes for graph in before),
+        moved=sum(graph.moved_bytes for graph in graphs),
         arena=sum(plan.size for plan in plans),
         bound=sum(plan.bound for plan in plans),
-        flops=sum(known(graph.flops, {}) for graph in graphs),
+        flops=sum(graph.flops for graph in graphs),
         refused=tuple(piece.reason for piece in pieces if piece.graph is None),
     )
 
@@ -238,10 +237,7 @@ def _made_up(piece: Compiled, device: torch.device) -> list[torch.Tensor]:
     """Inputs of a program's shapes; numbers of tokens and the like are 0."""
     assert piece.before is not None
     inputs = piece.before.inputs[: piece.given]
-    return [
-        torch.zeros([known(size, {}) for size in node.shape], dtype=dtype_of(node.dtype), device=device)
-        for node in inputs
-    ]
+    return [torch.zeros(node.shape, dtype=dtype_of(node.dtype), device=device) for node in inputs]
 
 
 def _roof_row(

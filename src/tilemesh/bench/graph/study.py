@@ -13,7 +13,6 @@ from tilemesh.core.hardware import DEVICES, Device
 from tilemesh.graph.by_torch import dtype_of
 from tilemesh.graph.emit import program
 from tilemesh.graph.ir import Graph
-from tilemesh.graph.size import known
 from tilemesh.measure.gpu import call_timer
 from tilemesh.measure.row import Row
 
@@ -36,9 +35,7 @@ def predicted_here(place: torch.device, seconds: float | Callable[[Device], floa
 def inputs_of(graph: Graph, place: torch.device) -> list[torch.Tensor]:
     """Random inputs of a graph, from one seed."""
     torch.manual_seed(0)
-    shapes = [[known(size, {}) for size in node.shape] for node in graph.inputs]
-    pairs = zip(shapes, graph.inputs, strict=True)
-    return [(torch.randn(shape) / 8).to(device=place, dtype=dtype_of(node.dtype)) for shape, node in pairs]
+    return [(torch.randn(node.shape) / 8).to(device=place, dtype=dtype_of(node.dtype)) for node in graph.inputs]
 
 
 def call_of(graph: Graph, inputs: list[torch.Tensor]) -> Callable[[int], object]:

@@ -23,7 +23,7 @@ from tilemesh.graph.ir import Graph, Node
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.shard import put, take
 from tilemesh.plan.place.cost import MeshCost
-from tilemesh.plan.place.local import local_graph, whole_shape
+from tilemesh.plan.place.local import local_graph
 from tilemesh.plan.place.problem import PlacementProblem
 from tilemesh.plan.place.propagate import PlacedGraph, propagate
 from tilemesh.plan.place.space import PlacementSpace
@@ -84,7 +84,7 @@ def run_local(comm: Communicator, placed: PlacedGraph, arrays: Sequence[Array]) 
         if node not in values:
             inputs = [values[value] for value in node.inputs]
             is_exchange = "serial" in dict(node.attributes)
-            values[node] = exchange(mesh, node, inputs[0]) if is_exchange else evaluate_numpy(node, inputs, {})
+            values[node] = exchange(mesh, node, inputs[0]) if is_exchange else evaluate_numpy(node, inputs)
     return [values[node] for node in local.outputs], sum(group.sent.nbytes for group in groups) - before
 
 
@@ -113,7 +113,7 @@ def run_placed(placed: PlacedGraph, arrays: Sequence[Array]) -> PlacedRun:
     parts = run_threads(ranks, lambda comm: run_local(comm, placed, arrays))
     outputs = []
     for number, node in enumerate(placed.graph.outputs):
-        joined = np.empty(whole_shape(node))
+        joined = np.empty(node.shape)
         for rank, (values, _) in enumerate(parts):
             put(placed.placements[node].shard(joined.shape, placed.axes, rank), values[number], joined)
         outputs.append(joined)
@@ -123,7 +123,7 @@ def run_placed(placed: PlacedGraph, arrays: Sequence[Array]) -> PlacedRun:
 def arrays_of(graph: Graph) -> list[Array]:
     """Numbers for a graph's inputs, the same each time."""
     random = np.random.default_rng(16)
-    return [random.normal(size=whole_shape(node)) / 4 for node in graph.inputs]
+    return [random.normal(size=node.shape) / 4 for node in graph.inputs]
 
 
 Training = tuple[Graph, dict[Node, Node]]

@@ -24,7 +24,7 @@ from typing import Any
 
 from tilemesh.graph import build
 from tilemesh.graph.ir import Graph, Node, make
-from tilemesh.graph.size import Shape, known, numbers
+from tilemesh.graph.ops import Shape
 
 PRIME = 536_870_909
 TESTS = 2
@@ -64,7 +64,7 @@ def _alike(graph: Graph) -> list[list[Node]]:
     alike: dict[Any, list[Node]] = {}
     for node in graph.nodes():
         depth[node] = max((depth[value] for value in node.inputs), default=0) + (node.op == "conv")
-        if node.op == "conv" and node["groups"] == 1 and all(isinstance(size, int) for size in node.shape):
+        if node.op == "conv" and node["groups"] == 1:
             key = (node.inputs[1], node.inputs[0].shape, node.attributes, depth[node])
             alike.setdefault(key, []).append(node)
     return [nodes for nodes in alike.values() if len(nodes) > 1]
@@ -76,10 +76,10 @@ def _joined(nodes: Sequence[Node], dim: int) -> list[Node] | None:
     whole = build.conv(
         build.concat([node.inputs[0] for node in nodes], dim), first.inputs[1], *_settings(first), groups=1
     )
-    size = known(first.shape[dim], {})
+    size = first.shape[dim]
     stride = 1 if dim == 0 else first["stride"][dim - 2]
-    step = known(first.inputs[0].shape[dim], {})
-    if step % stride or (len(nodes) - 1) * (step // stride) + size > known(whole.shape[dim], {}):
+    step = first.inputs[0].shape[dim]
+    if step % stride or (len(nodes) - 1) * (step // stride) + size > whole.shape[dim]:
         return None  # the results of the others do not begin on a position of their own
     begins = [place * (step // stride) for place in range(len(nodes))]
     return [build.part(whole, dim, begin, begin + size) for begin in begins]
@@ -145,7 +145,7 @@ def _strips(bad: Sequence[tuple[tuple[int, int], ...]], node: Node) -> tuple[Str
                 merged[-1] = (merged[-1][0], end)
             else:
                 merged.append((begin, end))
-        share = sum(end - begin for begin, end in merged) / known(node.shape[dim], {})
+        share = sum(end - begin for begin, end in merged) / node.shape[dim]
         if best is None or share < best[0]:
             best = (share, merged, dim)
     assert best is not None
@@ -157,12 +157,12 @@ def cuts_of(node: Node) -> list[list[int]]:
 
     A convolution, a cut out of one, and the concatenation that it reads; an input has one form everywhere.
     """
-    sizes = numbers(node.shape)
+    sizes = node.shape
     if node.op == "input":
         return [[0, size] for size in sizes]
     if node.op == "conv":
         inner = cuts_of(node.inputs[0])
-        taps = numbers(node.inputs[1].shape[2:])
+        taps = node.inputs[1].shape[2:]
         cuts = [inner[0], [0, sizes[1]]]
         for dim, (count, stride, pad, dilation) in enumerate(zip(taps, *_settings(node), strict=True)):
             edges = {-(-(edge + pad - dilation * tap) // stride) for edge in inner[2 + dim] for tap in range(count)}
@@ -172,7 +172,7 @@ def cuts_of(node: Node) -> list[list[int]]:
         cuts = [[0, size] for size in sizes]
         edges = {0}
         for value in node.inputs:
-            edges.add(max(edges) + known(value.shape[node["dim"]], {}))
+            edges.add(max(edges) + value.shape[node["dim"]])
         cuts[node["dim"]] = sorted(edges)
         return cuts
     assert node.op == "slice", node.op
@@ -201,9 +201,9 @@ class Numbers:
                 node.inputs[0], tuple(start + at for at, start in zip(place, node["start"], strict=True))
             )
         x, w = node.inputs
-        sizes = numbers(x.shape[2:])
+        sizes = x.shape[2:]
         total = 0
-        for tap in combinations(*(range(known(size, {})) for size in w.shape[2:])):
+        for tap in combinations(*(range(size) for size in w.shape[2:])):
             at = tuple(
                 position * stride - pad + each * dilation
                 for position, each, stride, pad, dilation in zip(place[2:], tap, *_settings(node), strict=True)
@@ -218,13 +218,13 @@ class Numbers:
         if node in self.seeds:
             if (node, place) not in self.drawn:
                 draws = random.Random(hash((self.seeds[node], place)))
-                self.drawn[node, place] = draws.choices(range(PRIME), k=known(node.shape[1], {}))
+                self.drawn[node, place] = draws.choices(range(PRIME), k=node.shape[1])
             return self.drawn[node, place]
         assert node.op == "concat", node.op
         dim = max(node["dim"] - 1, 0)  # among the dims without the channels
         at = place[dim]
         for value in node.inputs:
-            size = known(value.shape[node["dim"]], {})
+            size = value.shape[node["dim"]]
             if at < size:
                 return self._channels(value, (*place[:dim], at, *place[dim + 1 :]))
             at -= size
@@ -244,7 +244,7 @@ def correct(graph: Graph, mutant: Mutant) -> Graph:
         stride, padding, dilation = _settings(node)
         free = tuple(0 if dim - 2 == each else pad for each, pad in enumerate(padding))
         result = build.conv(build.concat([piece for _, _, piece in group], 0), node.inputs[1], stride, free, dilation)
-        batch = known(node.shape[0], {})
+        batch = node.shape[0]
         for order, (place, strip, _) in enumerate(group):
             made[place, strip] = build.part(result, 0, order * batch, (order + 1) * batch)
     corrected = {}
@@ -257,7 +257,7 @@ def _strip_input(node: Node, strip: Strip) -> Node:
     """What the positions of a strip see of the original input, with zeros beyond its edges."""
     dim, start, stop = strip
     stride, padding, dilation = (each[dim - 2] for each in _settings(node))
-    taps, size = known(node.inputs[1].shape[dim], {}), known(node.inputs[0].shape[dim], {})
+    taps, size = node.inputs[1].shape[dim], node.inputs[0].shape[dim]
     low, high = start * stride - padding, (stop - 1) * stride - padding + dilation * (taps - 1) + 1
     if high <= 0 or low >= size:  # windows that see the padding alone
         shape = tuple(high - low if each == dim else length for each, length in enumerate(node.inputs[0].shape))
@@ -278,7 +278,7 @@ def _patched(value: Node, strips: Sequence[Strip], pieces: Sequence[Node]) -> No
             parts.append(build.part(value, dim, begin, start))
         parts.append(piece)
         begin = stop
-    size = known(value.shape[dim], {})
+    size = value.shape[dim]
     if begin < size:
         parts.append(build.part(value, dim, begin, size))
     return make("concat", *parts, dim=dim) if len(parts) > 1 else parts[0]

@@ -12,7 +12,6 @@ from itertools import accumulate
 from typing import Any
 
 from tilemesh.graph.ir import Graph, Node, make, ordered, rebuilt, users
-from tilemesh.plan.place.local import whole_shape
 from tilemesh.plan.place.overlap import begun_early, of_inputs
 from tilemesh.plan.place.propagate import DTYPE_BYTES
 
@@ -76,17 +75,17 @@ def _groups(graph: Graph, nbytes: Mapping[int, int]) -> Iterator[list[Node]]:
 
 def _nbytes(node: Node) -> int:
     """Of the larger side."""
-    size = max(math.prod(whole_shape(value)) for value in (node, node.inputs[0]))
+    size = max(math.prod(value.shape) for value in (node, node.inputs[0]))
     return size * DTYPE_BYTES.get(node.dtype, 4)
 
 
 def _flat(node: Node) -> Node:
-    return make("reshape", node, shape=(math.prod(whole_shape(node)),))
+    return make("reshape", node, shape=(math.prod(node.shape),))
 
 
 def _pieces(node: Node, dim: int, counts: Sequence[int]) -> Iterator[Node]:
     """Along a dim."""
-    shape = whole_shape(node)
+    shape = node.shape
     for begin, count in zip((0, *accumulate(counts)), counts, strict=False):
         start = [begin if at == dim else 0 for at in range(len(shape))]
         stop = [begin + count if at == dim else size for at, size in enumerate(shape)]
@@ -101,13 +100,13 @@ def _joint(group: Sequence[Node], parts: Sequence[Node], **words: Any) -> Node:
 
 def _reduced(group: Sequence[Node]) -> dict[Node, Node]:
     joint = _joint(group, [_flat(node.inputs[0]) for node in group], ranks=group[0]["ranks"])
-    parts = _pieces(joint, 0, [math.prod(whole_shape(node)) for node in group])
+    parts = _pieces(joint, 0, [math.prod(node.shape) for node in group])
     return {node: make("reshape", part, shape=node.shape) for node, part in zip(group, parts, strict=True)}
 
 
 def _sizes(node: Node, whole: Node) -> list[int]:
     """Of every rank's part of a tensor that is cut along one dim."""
-    others = math.prod(size for at, size in enumerate(whole_shape(whole)) if at != node["dim"])
+    others = math.prod(size for at, size in enumerate(whole.shape) if at != node["dim"])
     return [count * others for count in node["counts"]]
 
 
@@ -123,7 +122,7 @@ def _gathered(group: Sequence[Node]) -> dict[Node, Node]:
     ]
     made: dict[Node, Node] = {}
     for at, node in enumerate(group):
-        dim, shape = node["dim"], whole_shape(node)
+        dim, shape = node["dim"], node.shape
         shapes = [(*shape[:dim], count, *shape[dim + 1 :]) for count in node["counts"]]
         parts = [make("reshape", rank[at], shape=each) for rank, each in zip(arrived, shapes, strict=True)]
         made[node] = make("concat", *parts, dim=dim)

@@ -22,7 +22,7 @@ from tilemesh.plan import constants
 from tilemesh.plan.place.exchange import Step, exchange_steps
 from tilemesh.plan.place.overlap import begun_early
 from tilemesh.plan.place.propagate import DTYPE_BYTES, sent_bytes
-from tilemesh.plan.place.rules import EXCHANGES, sized
+from tilemesh.plan.place.rules import EXCHANGES
 from tilemesh.plan.speed import RanksOfNodes, Speed, group, speed_of
 
 VIEW_LAUNCHES = 0.5
@@ -52,7 +52,7 @@ class MeshCost:
         if node.dtype == "tuple":
             return 0.0
         cut = math.prod(self.sizes[axis] for axis, mark in placement if mark.kind == "S")
-        return math.prod(sized(node, dim) for dim in range(len(node.shape))) * DTYPE_BYTES.get(node.dtype, 2) / cut
+        return math.prod(node.shape) * DTYPE_BYTES.get(node.dtype, 2) / cut
 
     def exchange(self, node: Node, before: TensorPlacement, after: TensorPlacement) -> tuple[float, float]:
         """Seconds, and the bytes that each rank sends; infinite where there is no way."""
@@ -86,7 +86,7 @@ class MeshCost:
         is_turned = node.op == "transpose"
         if is_turned and collective == "all_gather":  # as what it is a view of, and seen so again
             dims, node, is_turned = [node["order"][dim] for dim in dims], node.inputs[0], False
-        is_strided = any(math.prod(sized(node, lead) for lead in range(dim)) > 1 for dim in dims)
+        is_strided = any(math.prod(node.shape[:dim]) > 1 for dim in dims)
         if not (is_turned or is_strided):
             return seconds
         return seconds + self._speed("fp32").op_s(MemoryPass("copy", round(2 * payload), kind="strided"))
@@ -109,7 +109,6 @@ class MeshCost:
         exponentials = round(elements * EXPONENTIALS.get(node.op, 0))
         seconds = speed.op_s(MemoryPass(node.op, round(moved), 1, exponentials, _pass_kind(node)))
         flops = node.flops
-        assert isinstance(flops, int), node
         cut = {axis for placement in (*taken, output) for axis, mark in placement if mark.kind == "S"}
         return max(seconds, flops / math.prod(self.sizes[axis] for axis in cut) / speed.flops_per_s)
 
@@ -152,7 +151,7 @@ class MeshCost:
 
     def least_s(self, graph: Graph) -> float:
         """No placement of a graph takes less: its operations, all ranks busy with them at the best rate."""
-        flops = sum(node.flops for node in graph.nodes() if isinstance(node.flops, int))
+        flops = graph.flops
         peak = max(self.device.peak_flops_per_s.values())
         return flops / peak / math.prod(self.sizes.values())
 
@@ -165,7 +164,7 @@ class MeshCost:
         """What a rank has of a product of matrices."""
 
         def local(value: Node, placement: TensorPlacement, dim: int) -> int:
-            return max(1, sized(value, dim) // self.pieces(placement, dim))
+            return max(1, value.shape[dim] // self.pieces(placement, dim))
 
         last = len(node.shape) - 1
         *batch, m, n = (local(node, output, dim) for dim in range(last + 1))

@@ -23,7 +23,7 @@ _SIZED = {
 
 def local_shape(node: Node, placement: TensorPlacement, axes: Axes, rank: int) -> tuple[int, ...]:
     """Of what a rank has of a tensor."""
-    return placement.shard(whole_shape(node), axes, rank).shape
+    return placement.shard(node.shape, axes, rank).shape
 
 
 def local_graph(placed: PlacedGraph, rank: int, outputs: Sequence[TensorPlacement] | None = None) -> Graph:
@@ -51,7 +51,7 @@ def local_graph(placed: PlacedGraph, rank: int, outputs: Sequence[TensorPlacemen
         if key not in parts:
             is_passed = wanted == last or (wants[node] == {wanted} and first != last)
             source = first if is_passed else last
-            parts[key] = exchanger.exchange(part(node, source, node), whole_shape(node), source, wanted)
+            parts[key] = exchanger.exchange(part(node, source, node), node.shape, source, wanted)
         return parts[key]
 
     inputs = []
@@ -67,13 +67,6 @@ def local_graph(placed: PlacedGraph, rank: int, outputs: Sequence[TensorPlacemen
             values = [part(*pair, node) for pair in zip(node.inputs, takes, strict=True)]
             parts[node, given, False] = local_node(node, values, takes, given, axes, rank)
     return Graph(tuple(inputs), tuple(part(*pair, pair[0]) for pair in zip(graph.outputs, outputs, strict=True)))
-
-
-def whole_shape(node: Node) -> tuple[int, ...]:
-    """Of a tensor on all ranks; its sizes are known."""
-    sizes = tuple(size for size in node.shape if isinstance(size, int))
-    assert len(sizes) == len(node.shape), node
-    return sizes
 
 
 def local_node(
@@ -98,7 +91,7 @@ def local_node(
 
 
 def _own_rows(node: Node, table: Node, index: Node, placement: TensorPlacement, axes: Axes, rank: int) -> Node:
-    sizes = whole_shape(node.inputs[0])
+    sizes = node.inputs[0].shape
     [span] = placement.shard(sizes, axes, rank).spans[0]
 
     def number(value: int) -> Node:

@@ -18,7 +18,7 @@ from tilemesh.core.axes import Axes
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.tensor_placement import SILENT, Mark, P, R, S, TensorPlacement, V, can_follow, exchange_of
 from tilemesh.graph.ir import Graph, Node, users
-from tilemesh.plan.place.rules import OpaqueRule, Way, sized, ways
+from tilemesh.plan.place.rules import OpaqueRule, Way, ways
 
 DTYPE_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bool": 1, "int8": 1, "uint8": 1}
 """Others have 2."""
@@ -157,10 +157,8 @@ def _pinned(graph: Graph, pins: Pins, axes: Axes) -> dict[Node, TensorPlacement]
                     f"{name_of(node)} is pinned to be cut along dim {dim} by {', then '.join(cut)}: axes cut in the "
                     f"order of the mesh, {', '.join(order)}; name them so"
                 )
-            if cut and sized(node, dim) < pieces:
-                raise UsageError(
-                    f"{name_of(node)}: {sized(node, dim)} along dim {dim} cannot be cut for {pieces} ranks"
-                )
+            if cut and node.shape[dim] < pieces:
+                raise UsageError(f"{name_of(node)}: {node.shape[dim]} along dim {dim} cannot be cut for {pieces} ranks")
         if node in inside:
             pinned[node] = placement
     return pinned
@@ -210,7 +208,7 @@ class _Placing:
         """Of what a rank has along the axes so far."""
         if node.dtype == "tuple":
             return 0.0
-        size = math.prod(sized(node, dim) / self.pieces(node, dim) for dim in range(len(node.shape)))
+        size = math.prod(size / self.pieces(node, dim) for dim, size in enumerate(node.shape))
         return size * DTYPE_BYTES.get(node.dtype, 2)
 
     def cost(self, node: Node, before: Mark, after: Mark) -> float:

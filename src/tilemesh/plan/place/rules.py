@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from tilemesh.core.errors import UsageError
 from tilemesh.core.shard import share
 from tilemesh.core.tensor_placement import Mark, P, R, S, V
 from tilemesh.graph.ir import Node
@@ -69,14 +68,6 @@ def ways(
     return [way for way in dict.fromkeys(every) if _has_room(node, way, ranks, before)]
 
 
-def sized(node: Node, dim: int) -> int:
-    """How long a dim is; a placement needs to know."""
-    size = node.shape[dim]
-    if not isinstance(size, int):
-        raise UsageError(f"{node.op} has a dim of {size}: placements need sizes that are known; trace it with numbers")
-    return size
-
-
 def is_random(node: Node) -> bool:
     """Whether an operator draws numbers: ranks that draw each for themselves have different ones."""
     return bool(re.search(r"rand|bernoulli|dropout|multinomial|normal_|uniform|exponential", str(node["target"])))
@@ -87,7 +78,7 @@ def _has_room(node: Node, way: Way, ranks: int, before: Before) -> bool:
     for value, mark in ends:
         if mark.kind == "S" and value.dtype != "tuple":
             assert isinstance(mark.dim, int)
-            if sized(value, mark.dim) < ranks * before(value, mark.dim):
+            if value.shape[mark.dim] < ranks * before(value, mark.dim):
                 return False
     return True
 
@@ -152,15 +143,15 @@ def _reshape(node: Node, ranks: int, before: Before) -> Iterator[Way]:
     value = node.inputs[0]
     for (dim, inner), (target, outer) in itertools.product(_leading(value), _leading(node)):
         pieces, others = before(value, dim), before(node, target)
-        length, rows = sized(value, dim), sized(node, target)
+        length, rows = value.shape[dim], node.shape[target]
         if pieces == others == 1:
             ends = [share(length, ranks, rank)[0] * inner for rank in range(ranks)]
             fits = ends == [share(rows, ranks, rank)[0] * outer for rank in range(ranks)]
         else:  # cut more than once: only where all pieces are alike
             fits = pieces == others and length % (ranks * pieces) == rows % (ranks * pieces) == 0
         # Elements before the dim: a piece of it is one stretch of each of these, in both shapes alike.
-        lead = math.prod(sized(value, place) for place in range(dim))
-        is_same = lead == math.prod(sized(node, place) for place in range(target)) and length * inner == rows * outer
+        lead = math.prod(value.shape[:dim])
+        is_same = lead == math.prod(node.shape[:target]) and length * inner == rows * outer
         if fits and is_same:
             yield Way((S(dim),), S(target))
     yield Way((P,), P)
@@ -169,7 +160,7 @@ def _reshape(node: Node, ranks: int, before: Before) -> Iterator[Way]:
 def _leading(node: Node) -> Iterator[tuple[int, int]]:
     """Each dim, and how many elements follow one another for one step along it."""
     for dim in range(len(node.shape)):
-        yield dim, math.prod(sized(node, later) for later in range(dim + 1, len(node.shape)))
+        yield dim, math.prod(node.shape[dim + 1 :])
 
 
 def _concat(node: Node, ranks: int, before: Before) -> Iterator[Way]:

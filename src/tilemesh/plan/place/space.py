@@ -24,7 +24,7 @@ from tilemesh.plan.place.cost import MeshCost
 from tilemesh.plan.place.local import local_graph
 from tilemesh.plan.place.problem import Moment, PlacementProblem, Transfer
 from tilemesh.plan.place.propagate import PlacedExchange, PlacedGraph, name_of
-from tilemesh.plan.place.rules import ELEMENTWISE, Before, OpaqueRule, Way, sized, ways
+from tilemesh.plan.place.rules import ELEMENTWISE, Before, OpaqueRule, Way, ways
 
 Choice = tuple[tuple[TensorPlacement, ...], TensorPlacement]
 """As what an operator takes its inputs, and what it gives."""
@@ -403,5 +403,5 @@ def _summed(placement: TensorPlacement) -> TensorPlacement:
 
 def _input_ways(node: Node, ranks: int, before: Before) -> list[Way]:
     """An input may lie whole, or be cut along any dim that has room."""
-    room = [dim for dim in range(len(node.shape)) if sized(node, dim) >= ranks * before(node, dim)]
+    room = [dim for dim in range(len(node.shape)) if node.shape[dim] >= ranks * before(node, dim)]
     return [Way((), R), *(Way((), S(dim)) for dim in room)]

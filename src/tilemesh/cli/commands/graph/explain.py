@@ -22,7 +22,6 @@ from tilemesh.core.units import format_bytes, format_seconds
 from tilemesh.graph.cost import graph_seconds, saved_by
 from tilemesh.graph.ir import Graph
 from tilemesh.graph.memory import arena
-from tilemesh.graph.size import known
 from tilemesh.measure.machine import this_machine
 from tilemesh.plan.place.problem import Chosen
 from tilemesh.plan.place.propagate import PlacedGraph
@@ -215,8 +214,8 @@ def _figures(graph: Graph, device: Device) -> dict[str, Any]:
     return {
         "operators": graph.launches,
         "opaque": sum(node.op == "opaque" for node in graph.nodes()),
-        "flops": known(graph.flops, {}),
-        "moved_bytes": known(graph.moved_bytes, {}),
+        "flops": graph.flops,
+        "moved_bytes": graph.moved_bytes,
         "arena_bytes": plan.size,
         "live_bytes": plan.bound,
         "seconds": graph_seconds(graph, device),
