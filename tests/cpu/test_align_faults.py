@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from align_start import write_start
 
-from tilemesh.align import answers, turns
+from tilemesh.align import answers, rewards, turns, verifier
 from tilemesh.align.config import load
+from tilemesh.align.formulas import advantages
 from tilemesh.align.formulas.rollout import Rollout
 from tilemesh.align.generate import Generator
 from tilemesh.align.job import fit
@@ -23,9 +24,11 @@ from tilemesh.align.objective import WEIGHT, FeedbackObjective
 from tilemesh.align.prompts import PromptSource
 from tilemesh.align.rank import train_here
 from tilemesh.align.rewards import Rewards
-from tilemesh.align.source import RolloutSource
+from tilemesh.align.source import RolloutBatch, RolloutSource
+from tilemesh.align.verifier import Scored
 from tilemesh.comm import run_threads
 from tilemesh.core.errors import RunError
+from tilemesh.launch.function import FunctionProcess
 from tilemesh.runs.files import write_text
 from tilemesh.runs.folder import new_run
 from tilemesh.runs.kind import ALIGN
@@ -157,6 +160,44 @@ def mean_per_microbatch(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RolloutSource, "_microbatches", microbatches)
 
 
+def mean_of_the_right_total(patch: pytest.MonkeyPatch) -> None:
+    """The same, so scaled that they add up to what they should."""
+    real = RolloutSource._microbatches
+
+    def microbatches(self: RolloutSource, *given: Any) -> Any:
+        made = real(self, *given)
+        total = sum(float(batch.tensors[2][WEIGHT].sum()) for batch in made)
+        for batch in made:
+            batch.tensors[2][WEIGHT] = total / len(made) / batch.tensors[2].shape[1]
+        return made
+
+    patch.setattr(RolloutSource, "_microbatches", microbatches)
+
+
+def answers_left_out(patch: pytest.MonkeyPatch) -> None:
+    """A filter drops answers by themselves: their tokens count for nothing."""
+    real = RolloutSource._weights
+
+    def weights(self: RolloutSource, batch: RolloutBatch, *given: Any) -> Any:
+        sequence = batch.rollout.sequence[batch.rollout.trainable]
+        return np.where(sequence % 4 == 1, 0.0, real(self, batch, *given))
+
+    patch.setattr(RolloutSource, "_weights", weights)
+
+
+def answers_exchanged(patch: pytest.MonkeyPatch) -> None:
+    """Two answers to different prompts change places between their groups."""
+    real = RolloutSource._paid
+
+    def paid(self: RolloutSource, *given: Any) -> Any:
+        rollout, *more = real(self, *given)
+        group = rollout.group.copy()
+        group[[1, 5]] = group[[5, 1]]
+        return dataclasses.replace(rollout, group=group), *more
+
+    patch.setattr(RolloutSource, "_paid", paid)
+
+
 def divided_twice(patch: pytest.MonkeyPatch) -> None:
     """By the number of microbatches, beside the weights."""
     real = FeedbackObjective.policy_loss
@@ -171,6 +212,33 @@ def divided_twice(patch: pytest.MonkeyPatch) -> None:
 def rewards_shifted(patch: pytest.MonkeyPatch) -> None:
     real = Rewards.total
     patch.setattr(Rewards, "total", lambda self, parts: np.roll(real(self, parts), 1))
+
+
+def rewards_shifted_by_a_token(patch: pytest.MonkeyPatch) -> None:
+    real = advantages.token_rewards
+    patch.setattr(advantages, "token_rewards", lambda *given: np.roll(real(*given), -1))
+
+
+def scores_reversed(patch: pytest.MonkeyPatch) -> None:
+    """As if in the order in which a pool of workers completed them."""
+    real = rewards.score_builtin
+    patch.setattr(rewards, "score_builtin", lambda *given: real(*given)[::-1])
+
+
+def calls_reversed(patch: pytest.MonkeyPatch) -> None:
+    real = FunctionProcess.__call__
+    patch.setattr(FunctionProcess, "__call__", lambda self, calls: real(self, calls)[::-1])
+
+
+def failures_paid(patch: pytest.MonkeyPatch) -> None:
+    """A parser says that it could not read a score, and gives one."""
+    real = verifier.read_parts
+
+    def read_parts(value: Any) -> Scored:
+        scored = real(value)
+        return Scored({"score": 1.0}, scored.failure) if scored.failure else scored
+
+    patch.setattr(verifier, "read_parts", read_parts)
 
 
 def nonsense_paid(patch: pytest.MonkeyPatch) -> None:
@@ -249,6 +317,44 @@ def history_as_drawn(rollout: Rollout) -> Rollout:
     versions, first = rollout.versions.copy(), rollout.starts[:-1] + 1
     versions[first] = versions.max()
     return history_trained(dataclasses.replace(rollout, versions=versions))
+
+
+def function(folder: Path) -> list[str]:
+    """Settings of a run whose answers a user's function scores: those of an even length it cannot."""
+    file, prompts = folder / "check.py", folder / "prompts.jsonl"
+    file.write_text("def score(prompt, answer, case):\n    return 0.5 if len(answer) % 2 else 'no number'\n")
+    prompts.write_text("".join(f'{{"prompt": "{number}:"}}\n' for number in range(1000, 1016)))
+    return [f"align.task={file}:score", f"align.prompts_file={prompts}", "align.max_tokens=6"]
+
+
+FURTHER: dict[str, tuple[Plant, str, Sequence[str]]] = {
+    "mean per microbatch of the right total": (mean_of_the_right_total, "not over the global batch", ()),
+    "filter that leaves answers out": (answers_left_out, "leaves whole groups out", ()),
+    "answers exchanged between groups": (answers_exchanged, "exchanged between groups", ()),
+    "division by accumulation twice of a loss of 0": (divided_twice, "counts 0.25 times", ("align.kl=off",)),
+    "reward a token early": (rewards_shifted_by_a_token, "shifted by one token", ("align.algorithm=ppo",)),
+    "scores in another order": (scores_reversed, "order of completion", ()),
+    "calls in another order": (calls_reversed, "order of completion", ("function",)),
+    "a parser that pays and says that it failed": (failures_paid, "have no score", ("function",)),
+    "nothing": (lambda patch: None, "", ("align.kl=off",)),
+    "nothing, with a critic": (lambda patch: None, "", ("align.algorithm=ppo",)),
+    "nothing, with a filter of groups": (lambda patch: None, "", ("align.algorithm=dapo",)),
+    "nothing, with a function": (lambda patch: None, "", ("function",)),
+}
+
+
+@pytest.mark.parametrize("fault", FURTHER)
+def test_a_fault_that_leaves_sums_as_they_are_is_found_before_the_first_step(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    plant, words, sets = FURTHER[fault]
+    plant(monkeypatch)
+    more = function(tmp_path) if "function" in sets else sets
+    config = load(start, sets=[*QUICK, "train.steps=2", *more])
+    with pytest.raises(RunError, match=words) if words else contextlib.nullcontext():
+        fit(config, start, run=tmp_path / "run")
+    steps = len([line for line in latest(tmp_path / "run") if line["kind"] == STEP])
+    assert steps == (0 if words else 2)
 
 
 NARROW: dict[str, tuple[Plant, str]] = {

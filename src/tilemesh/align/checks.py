@@ -5,14 +5,15 @@ Each check names the fault. They cost a few operations over arrays, so they are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tilemesh.align.config import AlignConfig
-from tilemesh.align.formulas.rollout import Floats, Rollout
+from tilemesh.align.formulas.advantages import last_tokens
+from tilemesh.align.formulas.rollout import Floats, Rollout, Whole
 from tilemesh.core.errors import RunError
 
 
@@ -44,10 +45,28 @@ def check_rollout(rollout: Rollout, versions: range, answers: int) -> None:
     last = rollout.starts[1:] - 1
     if not rollout.trainable[last].all():
         raise RunError("the last token of an answer is not trained: its end was masked with padding")
+    trained = np.flatnonzero(rollout.trainable)
+    first = trained[np.searchsorted(trained, rollout.starts[:-1])]
+    stretches = zip(rollout.group.tolist(), rollout.starts, first, strict=False)
+    if len({(group, rollout.tokens[begin:end].tobytes()) for group, begin, end in stretches}) > len(size):
+        raise RunError("a group has answers to different prompts: answers were exchanged between groups")
 
 
-def check_rewards(reward_S: Floats, parts: Mapping[str, Floats], weights: Mapping[str, float]) -> None:
-    """Each answer is paid for its own parts, and one that could not be scored not at all."""
+def check_order(places: Sequence[int], name: str) -> None:
+    """Which answer each score says that it is of."""
+    if list(places) != list(range(len(places))):
+        raise RunError(f"scores by {name} are in another order than the answers: the order of completion counts")
+
+
+def check_rewards(
+    reward_S: Floats, parts: Mapping[str, Floats], weights: Mapping[str, float], failures: Sequence[str] = ()
+) -> None:
+    """Each answer is paid for its own parts, and one that could not be scored not at all. `failures`: why, of each
+    such answer, after who could not."""
+    for name in weights:
+        failed, missing = sum(each.startswith(f"{name}: ") for each in failures), int(np.isnan(parts[name]).sum())
+        if failed > missing:
+            raise RunError(f"{failed} answers could not be scored by {name} and {missing} of these have no score")
     counted = (weight * parts[name] for name, weight in weights.items() if weight)  # the others may be missing
     worth_S = sum(counted, np.zeros(len(reward_S)))
     scored = np.isfinite(worth_S)
@@ -60,27 +79,47 @@ def check_rewards(reward_S: Floats, parts: Mapping[str, Floats], weights: Mappin
         raise RunError(f"answer {place} was paid {reward_S[place]:g} and is worth {worth_S[place]:g}: {why}")
 
 
-def check_weights(total: float, expected: float, microbatches: int, planned: int) -> None:
-    """What the tokens of a step count for, over all its microbatches and replicas, and how many of these there are."""
+def check_token_rewards(paid_N: Floats, penalty_N: Floats, reward_S: Floats, sequence_N: Whole) -> None:
+    """The reward is paid at the last token of an answer, and elsewhere nothing but the penalty."""
+    last, own_N = last_tokens(sequence_N), paid_N + penalty_N
+    if not np.allclose(own_N[last], reward_S[sequence_N[last]]) or not np.allclose(np.delete(own_N, last), 0):
+        raise RunError("a reward is not paid at the last token of its answer: rewards are shifted by one token")
+
+
+def check_weighting(weight_N: Floats, rollout: Rollout, rows: slice, weighting: str) -> None:
+    """What the trained tokens of a step's rows count for, by the definition: answers to a prompt do, or do not."""
+    total_S = np.bincount(rollout.sequence[rollout.trainable], weight_N, minlength=len(rollout))
+    counts_S, group_S = total_S[rows] > 0, rollout.group[rows]
+    if np.intersect1d(group_S[counts_S], group_S[~counts_S]).size:
+        raise RunError("some answers to a prompt count and others do not: a filter leaves whole groups out")
+    if counts_S.any() and weighting in ("token", "sequence") and not np.isclose(total_S.sum(), 1):
+        raise RunError(f"the weights of a batch's tokens add up to {total_S.sum():g}, expected 1")
+
+
+def check_weights(found: Floats, expected: Floats, microbatches: int, planned: int) -> None:
+    """What the tokens of a step count for, over all its microbatches and replicas, as the sum and that of squares, and
+    how many microbatches there are."""
     if microbatches != planned:
         raise RunError(
             f"replicas have {microbatches} microbatches together, and the plan {planned}: their batches are unequal, "
             "and one would wait for another for ever; leave tokens out by a weight of 0, not by fewer rows"
         )
-    if not np.isclose(total, expected, rtol=1e-6):
+    if not np.allclose(found, expected, rtol=1e-6):
         raise RunError(
-            f"the weights of the step's tokens add up to {total:g}, expected {expected:g}: they were made per "
-            "microbatch or per rank, and not over the global batch"
+            f"the weights of the step's tokens add up to {found[0]:g} and their squares to {found[1]:g}, expected "
+            f"{expected[0]:g} and {expected[1]:g}: they were made per microbatch or per rank, and not over the global "
+            "batch"
         )
 
 
-def check_loss(loss: float, expected: float) -> None:
-    """What the step's gradients are of, and what its microbatches added up to."""
+def check_loss(loss: float, expected: float, factors: Sequence[float]) -> None:
+    """What the step's gradients are of, and what its microbatches added up to: which may be 0 whatever divides it, so
+    the factors by which they reach the gradients, weights apart, are looked at too."""
+    words = "it was divided once more, or once less, by how many there are"
     if abs(loss - expected) > 1e-3 * max(1e-2, abs(expected)):
-        raise RunError(
-            f"the step's loss is {loss:g} and its microbatches add up to {expected:g}: it was divided once more, or "
-            "once less, by how many there are"
-        )
+        raise RunError(f"the step's loss is {loss:g} and its microbatches add up to {expected:g}: {words}")
+    if wrong := [factor for factor in factors if factor != 1]:
+        raise RunError(f"a microbatch's loss counts {wrong[0]:g} times in the gradients, expected once: {words}")
 
 
 def check_mismatch(mean: float, spread: float, like: Tensor, config: AlignConfig) -> None:

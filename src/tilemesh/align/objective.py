@@ -41,6 +41,8 @@ class FeedbackObjective:
             self.layers = laid.compiled_regions().layers
         self.names = (*(PAIR_FIGURES if self.align.is_of_pairs else FIGURES), "objective")
         self._sums = torch.zeros(len(self.names), dtype=torch.float64)
+        self._arrived: list[Tensor] = []
+        """What each microbatch's loss was multiplied by before its gradients were taken."""
 
     def objective(self) -> Objective:
         if self.align.algorithm == "reward":
@@ -55,7 +57,9 @@ class FeedbackObjective:
         replicas = self.laid.mesh.dp
         sums = replicas.comm.all_reduce(sums) if replicas.size > 1 else sums
         figures = dict(zip(self.names, (sums / max(1, count)).tolist(), strict=True))
-        check_loss(loss, figures.pop("objective"))
+        arrived, self._arrived = self._arrived, []
+        factors = [] if self.config.plan.precision == "fp16" else [float(each) for each in arrived]  # that has its own
+        check_loss(loss, figures.pop("objective"), factors)
         return figures
 
     def policy_loss(
@@ -129,6 +133,8 @@ class FeedbackObjective:
         """A microbatch's loss and tokens, noted."""
         if torch.is_grad_enabled():
             self._sums += torch.cat((sums, total.detach()[None])).double().cpu()
+        if total.requires_grad:
+            total.register_hook(self._arrived.append)  # type: ignore[no-untyped-call]
         return total, torch.tensor(tokens, device=total.device)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilemesh.align.checks import check_order
 from tilemesh.align.config import FeedbackConfig
 from tilemesh.align.formulas.rollout import Floats
 from tilemesh.align.head import add_value_head, scores
@@ -38,7 +39,7 @@ class Paid(NamedTuple):
 
 
 def score_builtin(score: Score, items: Sequence[Item]) -> list[Scored]:
-    return [read_parts(score(*item)) for item in items]
+    return [read_parts(score(*item))._replace(place=place) for place, item in enumerate(items)]
 
 
 class Rewards:
@@ -64,6 +65,7 @@ class Rewards:
         failures: list[str] = []
         for name, verifier in self._verifiers.items():
             scored = verifier(items)
+            check_order([each.place for each in scored], name)
             failures += [f"{name}: {each.failure}" for each in scored if each.failure]
             for part in dict.fromkeys(part for each in scored for part in each.parts):
                 key = name if part == MAIN else f"{name}.{part}"

@@ -118,11 +118,15 @@ class RolloutSource(Source):
             self._batch = self._make_batch(iteration, number)
         self._steps_done = number
         minibatch = inner % align.minibatches
-        microbatches = self._microbatches(self._batch, minibatch)
-        expected = float(self._weights(self._batch, minibatch).sum()) * self._step_tokens(self._batch, minibatch)
-        own = np.array([sum(float(each.tensors[2][WEIGHT].sum()) for each in microbatches), len(microbatches)])
-        total, count = self._summed(own).tolist()
-        checks.check_weights(total, expected, int(count), self.config.plan.accumulation * self.mesh.dp.size)
+        weight, rollout = self._weights(self._batch, minibatch), self._batch.rollout
+        rows = slice(minibatch * align.rows, (minibatch + 1) * align.rows)
+        checks.check_weighting(weight, rollout, rows, align.row.weighting)
+        weight = weight * int(rollout.trained[rows].sum())
+        microbatches = self._microbatches(self._batch, minibatch, weight)
+        weights = [each.tensors[2][WEIGHT] for each in microbatches]
+        own = [sum(float((each**power).sum()) for each in weights) for power in (1, 2)]
+        found, expected = self._summed(np.array([*own, len(weights)])), np.array([weight.sum(), (weight**2).sum()])
+        checks.check_weights(found[:2], expected, int(found[2]), self.config.plan.accumulation * self.mesh.dp.size)
         return microbatches
 
     def tokens(self, number: int) -> int:
@@ -297,7 +301,7 @@ class RolloutSource(Source):
             with self._timed("reward"):
                 joined |= self._judged(rollout)
         rollout = rollout.with_reward(self.rewards.total(joined))
-        checks.check_rewards(rollout.reward, joined, self.rewards.weights)
+        checks.check_rewards(rollout.reward, joined, self.rewards.weights, failures)
         return rollout, joined, failures
 
     def _judged(self, rollout: Rollout) -> dict[str, Floats]:
@@ -347,6 +351,7 @@ class RolloutSource(Source):
         if row.kl == "reward" and row.has_reference:
             kl = ESTIMATORS[row.estimator](torch.tensor(old), torch.tensor(reference)).numpy()
         paid = advantages.token_rewards(rollout.reward, sequence, kl, row.kl_coefficient)
+        checks.check_token_rewards(paid, row.kl_coefficient * kl, rollout.reward, sequence)
         score = rollout.reward - row.kl_coefficient * advantages.summed(kl, sequence, len(rollout))
         if row.has_critic:
             advantage, returns = advantages.gae(paid, value, sequence, row.discount, row.decay)
@@ -371,8 +376,7 @@ class RolloutSource(Source):
         rows = self.align.rows
         return int(batch.rollout.trained[minibatch * rows : (minibatch + 1) * rows].sum())
 
-    def _microbatches(self, batch: RolloutBatch, minibatch: int) -> list[Microbatch]:
-        weight = self._weights(batch, minibatch) * self._step_tokens(batch, minibatch)
+    def _microbatches(self, batch: RolloutBatch, minibatch: int, weight: Floats) -> list[Microbatch]:
         sampled = batch.rollout.logprobs[batch.rollout.trainable]
         sequence = batch.rollout.sequence[batch.rollout.trainable].astype(np.float64)
         columns = (batch.old, sampled, batch.advantage, weight, batch.reference, batch.value, batch.returns, sequence)

@@ -23,6 +23,8 @@ class Scored(NamedTuple):
     """By name; `score` is what is paid."""
     failure: str = ""
     """Why it could not be scored."""
+    place: int = 0
+    """Among those that were scored together."""
 
 
 def read_parts(value: Any) -> Scored:
@@ -51,4 +53,5 @@ class Verifier:
 
     def __call__(self, items: Sequence[tuple[str, str, Mapping[str, Any]]]) -> list[Scored]:
         called = self._function(items)
-        return [Scored({}, each.failure) if each.failure else read_parts(each.value) for each in called]
+        scored = [Scored({}, each.failure) if each.failure else read_parts(each.value) for each in called]
+        return [each._replace(place=call.number) for each, call in zip(scored, called, strict=True)]

@@ -45,6 +45,8 @@ class Called(NamedTuple):
     value: Any
     failure: str = ""
     """Why there is no value."""
+    number: int = 0
+    """Of the call."""
 
 
 class FunctionProcess:
@@ -59,7 +61,7 @@ class FunctionProcess:
     def __call__(self, calls: Sequence[Sequence[Any]]) -> list[Called]:
         """The values for these arguments. Some are sent ahead, so that nobody waits; what a process that
         ended had left is sent again."""
-        lines, called = [json.dumps(arguments).encode() + b"\n" for arguments in calls], list[Called]()
+        lines, called = [json.dumps(numbered).encode() + b"\n" for numbered in enumerate(calls)], list[Called]()
         sent = ahead = 0
         last: subprocess.Popen[bytes] | None = None
         for number, line in enumerate(lines):
@@ -72,12 +74,12 @@ class FunctionProcess:
                     process.stdin.write(lines[sent])
                     sent, ahead = sent + 1, ahead + len(lines[sent])
                 process.stdin.flush()
-            called.append(self._reply())
+            called.append(self._reply(number)._replace(number=number))
             ahead -= len(line)
         return called
 
-    def _reply(self) -> Called:
-        """To the first call that waits for one."""
+    def _reply(self, number: int) -> Called:
+        """To the first call that waits for one, which is this."""
         line = self._line(self._deadline_s)
         if line is None:
             self.close()
@@ -86,8 +88,10 @@ class FunctionProcess:
             self.close()
             return Called(None, "its process ended")
         try:
-            reply = json.loads(line)
-        except ValueError:
+            call, reply = json.loads(line)
+        except (ValueError, TypeError):
+            call = None
+        if call != number:  # also where it has become two processes, which both reply
             self.close()
             return Called(None, "its process wrote something else than its value")
         return Called(None, reply["failure"]) if "failure" in reply else Called(reply["value"])
@@ -116,9 +120,10 @@ class FunctionProcess:
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
             ), b""  # fmt: skip
             line = self._line(_START_S)
-            if not line or json.loads(line) != "ready":
+            _, said = json.loads(line) if line else (None, "its process ended")
+            if said != "ready":
                 self.close()
-                why = "it took too long" if line is None else json.loads(line) if line else "its process ended"
+                why = "it took too long" if line is None else said
                 raise UsageError(f"{self._spec} could not be started: {why}; expected a Python file with this function")
         return self._process
 
@@ -143,11 +148,11 @@ def main(spec: str) -> int:
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
-    def reply(value: Any) -> None:
+    def reply(value: Any, call: int = -1) -> None:
         try:
-            text = json.dumps(value, default=lambda number: number.item())  # of numpy or torch
+            text = json.dumps((call, value), default=lambda number: number.item())  # of numpy or torch
         except Exception:
-            text = json.dumps({"failure": f"{str(value)[:200]} is no JSON"})
+            text = json.dumps((call, {"failure": f"{str(value)[:200]} is no JSON"}))
         replies.write(text.encode() + b"\n")
         replies.flush()
 
@@ -167,10 +172,11 @@ def main(spec: str) -> int:
         return 1
     reply("ready")
     for line in calls:
+        number, arguments = json.loads(line)
         try:
-            reply({"value": function(*json.loads(line))})
+            reply({"value": function(*arguments)}, number)
         except Exception as error:
-            reply({"failure": f"{type(error).__name__}: {error}"})
+            reply({"failure": f"{type(error).__name__}: {error}"}, number)
     return 0
 
 
