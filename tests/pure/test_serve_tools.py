@@ -56,6 +56,7 @@ BOTH = [*ULM, ("call", "time", 1), ("arguments", "{}", 1)]
         (HERMES, f'<tool_call>{CALL}</tool_call>\n<tool_call>{{"name": "time", "arguments": {{}}}}</tool_call>', BOTH),
         (HERMES, "a <tool talk", [("content", "a <tool talk", 0)]),
         (HERMES, "<tool_call>no</tool_call> x", [("content", "<tool_call>no</tool_call> x", 0)]),
+        (HERMES, "Hm <tool_call>", [("content", "Hm<tool_call>", 0)]),
         (HERMES, '<tool_call>{"name": "we', [("content", '<tool_call>{"name": "we', 0)]),
         (HERMES, CALL.join(("<tool_call>", "</tool_call>")).replace("weather", "other"),
          [("content", f"<tool_call>{CALL}</tool_call>".replace("weather", "other"), 0)]),

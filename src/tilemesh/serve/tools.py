@@ -234,7 +234,7 @@ class AnswerReader:
         else:
             while (read := self._step(last)) is not None:
                 yield from read
-            if last and self._text:
+            if last and (self._text or self._state == "call"):
                 text, self._text = self._text, ""
                 opens = self._form.opens if self._form is not None else ""
                 yield from self._parsed(text, opens + text) if self._state == "call" else self._flush(text)
