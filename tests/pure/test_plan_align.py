@@ -14,6 +14,7 @@ import pytest
 
 from tilemesh.align.formulas.algorithms import ALGORITHMS
 from tilemesh.align.placement import why_not_run, work_of
+from tilemesh.cli.commands.plan.align import _work
 from tilemesh.cli.main import main
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import parse_cluster
@@ -284,6 +285,8 @@ def test_an_algorithm_says_what_a_step_has() -> None:
     assert work_of(AlignWork(algorithm="dapo")).reference is False
     with pytest.raises(UsageError, match="unknown algorithm 'gpro': did you mean 'grpo'"):
         work_of(AlignWork(algorithm="gpro"))
+    with pytest.raises(UsageError, match="critic=own and algorithm=grpo"):
+        work_of(AlignWork(critic="own"))
 
 
 COMMAND = ["plan", "tinyllama-1.1b", "--align", "prompts=16,tokens=256,algorithm=ppo", "--cluster", "4xh100"]
@@ -310,12 +313,22 @@ def test_the_command_ranks_placements(
 
 
 @pytest.mark.parametrize(
+    ("typed", "sizes"),
+    [(["answers=16"], (8, 24)), (["tokens=10"], (22, 10)), (["prompt=20"], (20, 12)), (["prompt=3,tokens=4"], (3, 4))],
+)
+def test_lengths_that_nobody_says_fit_the_context(typed: list[str], sizes: tuple[int, int]) -> None:
+    work = _work(typed, 32)
+    assert (work.prompt, work.tokens) == sizes
+    work.check(32)
+
+
+@pytest.mark.parametrize(
     ("words", "why"),
     [
         (["plan", "tiny", "--align", "answers=16"], "placements need a model and a cluster"),
         (["plan", "tiny", "--align", "anwsers=16", "--cluster", "2xh100"], "did you mean 'answers'"),
         (["plan", "tiny", "--align", "answers=0", "--cluster", "2xh100"], "answers is 0"),
-        (["plan", "tiny", "--align", "tokens=100000", "--cluster", "2xh100"], "the context is"),
+        (["plan", "tiny", "--align", "tokens=100000", "--cluster", "2xh100"], "prompt=1 and tokens=100000: the"),
         (["plan", "tiny", "--align", "prompt=8,tokens=8,prompts=1,answers=3,minibatches=2", "--cluster", "1xh100"],
          "2 minibatches of 3 answers"),
     ],

@@ -39,6 +39,9 @@ def work_of(work: AlignWork) -> AlignWork:
     if work.algorithm not in ALGORITHMS:
         raise unknown("algorithm", work.algorithm, ALGORITHMS)
     row = ALGORITHMS[work.algorithm]
+    if work.critic in ("head", "own") and not row.has_critic:
+        raise UsageError(f"critic={work.critic} and algorithm={work.algorithm}: no critic says what its rewards are "
+                         "compared with; set critic=none or algorithm=ppo")  # fmt: skip
     epochs = work.epochs or row.epochs
     critic = work.critic or ("head" if row.has_critic else "none")
     needs_old = epochs * work.minibatches > 1 or critic != "none" or row.kl == "reward"

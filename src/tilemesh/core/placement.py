@@ -109,7 +109,7 @@ class AlignWork:
     def check(self, context: int) -> None:
         """Refuse what a model with this context cannot do."""
         if self.prompt + self.tokens > context + 1:
-            raise UsageError(f"a prompt of {self.prompt} and answers of {self.tokens} tokens: the context is {context}")
+            raise UsageError(f"prompt={self.prompt} and tokens={self.tokens}: the context is {context}; set one lower")
         if self.prompts * self.answers % self.minibatches:
             answers = self.prompts * self.answers
             raise UsageError(f"{self.minibatches} minibatches of {answers} answers: expected a divisor")

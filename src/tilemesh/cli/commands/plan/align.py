@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from tilemesh.cli.commands.plan.train import ModelOnCluster, named_cluster, origin, plan_note
@@ -47,7 +47,8 @@ def align(options: AlignPlanOptions) -> Output:
         raise UsageError(
             "placements need a model and a cluster: tilemesh plan llama-3-8b --align tokens=1024 --cluster 16xh100"
         )
-    model, work = load_model(options.model, options.sets), _work(options.align)
+    model = load_model(options.model, options.sets)
+    work = _work(options.align, model.context)
     cluster, rates = named_cluster(options.cluster, options.gpu)
     profile = None if options.code is None else read_software(options.code)
     if profile is not None:
@@ -86,13 +87,20 @@ def align(options: AlignPlanOptions) -> Output:
     )
 
 
-def _work(texts: Sequence[str]) -> AlignWork:
+def _work(texts: Sequence[str], context: int) -> AlignWork:
+    """What is asked for; lengths that nobody says fit the context."""
     from tilemesh.align.placement import work_of
     from tilemesh.core import config
     from tilemesh.core.placement import AlignWork
 
     try:
-        return work_of(config.load(AlignWork, sets=texts))
+        work, named = config.load(AlignWork, sets=texts), dict(config.split_sets(texts))
+        if "prompt" not in named:
+            most = context - work.tokens if "tokens" in named else context // 4
+            work = replace(work, prompt=max(1, min(work.prompt, most)))
+        if "tokens" not in named:
+            work = replace(work, tokens=max(1, min(work.tokens, context - work.prompt)))
+        return work_of(work)
     except UsageError as error:
         words = str(error).replace("--set:", "--align:", 1).replace("such as train.steps=200", "such as answers=16")
         raise UsageError(words) from None
