@@ -412,3 +412,19 @@ def test_what_a_program_would_keep_as_it_was_is_refused() -> None:
     hooked.up.weight.register_hook(lambda gradient: gradient / 2)
     with pytest.raises(UsageError, match="weight has hooks"):
         run_threads(1, lambda comm: place(hooked, Mesh(comm, dp=1), {}, batch()))
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.leaky = nn.Linear(6, 6, dtype=D), nn.LeakyReLU(0.1)
+
+    def forward(self, x: Tensor, pair: Any) -> Tensor:
+        return (self.leaky(self.up(x)) * pair[0] - pair[1]).square().mean()
+
+
+def test_tensors_of_one_shape_in_one_argument_are_two() -> None:
+    x, y = batch()
+    example = {"x": x, "pair": (y, y + 1)}
+    assert ModuleCall.example(example).names == ("x", "pair.0", "pair.1")
+    require_equal(Gated(), example, {"dp": 2}, {"x": "dp:S0", "pair.*": "dp:S0"})

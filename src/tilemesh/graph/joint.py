@@ -130,7 +130,9 @@ class ModuleCall:
     def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ModuleCall:
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
         named = [f"input{place}" for place in range(len(pytree.tree_leaves(tuple(args))))]
-        named += [name for name, value in kwargs.items() for _ in pytree.tree_leaves(value)]
+        for name, value in kwargs.items():
+            count = len(pytree.tree_leaves(value))
+            named += [name] if count == 1 else [f"{name}.{place}" for place in range(count)]
         names = [name for name, leaf in zip(named, leaves, strict=True) if isinstance(leaf, Tensor)]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if not tensors:
