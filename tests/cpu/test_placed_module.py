@@ -428,3 +428,24 @@ def test_tensors_of_one_shape_in_one_argument_are_two() -> None:
     example = {"x": x, "pair": (y, y + 1)}
     assert ModuleCall.example(example).names == ("x", "pair.0", "pair.1")
     require_equal(Gated(), example, {"dp": 2}, {"x": "dp:S0", "pair.*": "dp:S0"})
+
+
+def test_what_is_set_or_thawed_after_a_module_was_placed_counts() -> None:
+    x, y = batch()
+    module = Gated()
+    module.up.weight.requires_grad_(False)
+
+    def step(module: Any) -> Any:
+        module(x, (y, y)).backward()
+        module.up.weight.requires_grad_(True)
+        module.leaky.negative_slope = 3.0
+        loss = module(x, (y, y))
+        loss.backward()
+        return loss.item(), module.up.weight.grad, module.up.bias.grad
+
+    def rank(comm: Communicator) -> Any:
+        return step(place(module, Mesh(comm, dp=2), ROWS, [x, (y, y)]))
+
+    got, *_ = run_threads(2, rank)
+    for mine, wanted in zip(got, step(copy.deepcopy(module)), strict=True):
+        torch.testing.assert_close(mine, wanted, atol=TOLERANCE, rtol=TOLERANCE)

@@ -329,7 +329,9 @@ class PlacedModule(nn.Module):
         return self.programs[key]
 
     def _key(self, call: ModuleCall) -> tuple[Any, ...]:
-        return call.key, torch.is_grad_enabled(), self.training, tuple(each.training for each in self.modules())
+        settings = (value for each in self.modules() for value in vars(each).values())
+        plain = tuple(value for value in settings if isinstance(value, int | float | str))
+        return call.key, torch.is_grad_enabled(), plain, tuple(each.requires_grad for each in self.parameters())
 
     def _own(self) -> dict[str, Tensor]:
         return {**dict(self.named_parameters()), **dict(self.named_buffers())}
