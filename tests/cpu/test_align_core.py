@@ -499,7 +499,6 @@ def test_a_rollout_is_made_of_tokens_and_knows_what_was_drawn() -> None:
     assert rollout.trainable.tolist() == [False] * 3 + [True] * 2 + [False] * 2 + [True] + [False, True]
     assert rollout.trained.tolist() == [3, 1]
     assert rollout.first_version.tolist() == [3, 4]
-    assert rollout.last_version.tolist() == [4, 4]
     assert rollout.sequence.tolist() == [0] * 8 + [1] * 2
     again = join([pack(turns[:1], [0], ["stop"], 0.7, [1.0]), pack(turns[1:], [1], ["length"], 0.7, [0.0])])
     for field in dataclasses.fields(Rollout):

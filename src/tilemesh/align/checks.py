@@ -81,8 +81,9 @@ def check_rewards(
 
 def check_token_rewards(paid_N: Floats, penalty_N: Floats, reward_S: Floats, sequence_N: Whole) -> None:
     """The reward is paid at the last token of an answer, and elsewhere nothing but the penalty."""
-    last, own_N = last_tokens(sequence_N), paid_N + penalty_N
-    if not np.allclose(own_N[last], reward_S[sequence_N[last]]) or not np.allclose(np.delete(own_N, last), 0):
+    expected_N, last = np.negative(penalty_N), last_tokens(sequence_N)
+    expected_N[last] += reward_S[sequence_N[last]]  # not taken away from what is paid: a penalty may be far larger
+    if not np.allclose(paid_N, expected_N, equal_nan=True):
         raise RunError("a reward is not paid at the last token of its answer: rewards are shifted by one token")
 
 

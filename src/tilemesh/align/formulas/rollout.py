@@ -92,11 +92,6 @@ class Rollout:
         least = np.minimum.reduceat(drawn, self.starts[:-1])
         return np.where(self.trained > 0, least, -1)
 
-    @property
-    def last_version(self) -> Whole:
-        """(S)."""
-        return np.maximum.reduceat(self.versions, self.starts[:-1])
-
     def row(self, number: int) -> slice:
         """Where the tokens of a sequence lie."""
         return slice(int(self.starts[number]), int(self.starts[number + 1]))
