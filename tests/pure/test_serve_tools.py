@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tilemesh.core.errors import UsageError
 from tilemesh.data.tokenizer import Bytes
 from tilemesh.serve.chat import ChatTemplate
 from tilemesh.serve.constrain.schema import CALLS
@@ -275,3 +276,12 @@ def test_what_is_wrong_with_tools_is_said_in_one_line(fields: dict[str, Any], wh
         read_chat({"messages": [{"role": "user", "content": "a"}]} | fields)
     assert why in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("write", [ToolUse.schema, ToolUse.schema_of_names])
+def test_a_tool_whose_schema_is_not_served_says_so_and_nothing_of_the_grammar(write: Any) -> None:
+    pytest.importorskip("llguidance")
+    mask = pytest.importorskip("tilemesh.serve.constrain.mask")
+    bad = {"type": "function", "function": {"name": "a", "parameters": {"type": "array", "uniqueItems": True}}}
+    with pytest.raises(UsageError, match=r'^json_schema cannot be served: Unimplemented keys: \["uniqueItems"\]$'):
+        mask.Constraints(Bytes(), frozenset({0})).get(None, write(ToolUse((TIME, bad), "required")))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ from tilemesh.serve.constrain.schema import CALLS, prepare_schema
 
 _LONGEST = {"regex": 16_384, "json_schema": 100_000}
 _KEPT = 32
+_AROUND = re.compile(r"\A(at \d+\(\d+\): )?failed to compile JSON schema: |\n *[0-9]+ \| .*", re.DOTALL)
+"""Of an error within a grammar of calls: where in it, and all of the grammar."""
 _LIMITS: dict[str, Any] = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 20_000, "step_max_items": 20_000,
            "max_lexer_states": 50_000, "max_grammar_size": 200_000, "verbose_errors": False}  # fmt: skip
 """What compiling a constraint and each mask of it may cost: a few milliseconds. What needs more is refused."""
@@ -153,7 +156,8 @@ class Constraints:
         except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as refused:
             error = str(refused)
         if error:
-            raise UsageError(f"{kind} cannot be served: " + " ".join(error.split("<backtrace>")[0].split())[:300])
+            why = _AROUND.sub("", error.split("<backtrace>")[0])
+            raise UsageError(f"{kind} cannot be served: " + " ".join(why.split())[:300])
         constraint = Constraint(start, spellings)
         after = Cursor(constraint).next()  # what takes too much work is refused here, before it is an answer
         if not (after.may_end or after.mask_V.any()):
