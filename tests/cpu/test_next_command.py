@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,14 @@ def test_it_is_the_last_line_with_its_gain_below(capsys: pytest.CaptureFixture[s
     assert lines[-2].startswith("next: ")
     assert lines[-2].endswith(" train --plan a.toml")
     assert lines[-1].split() == ["predicted:", "5", "ms", "per", "step"]
+
+
+@pytest.mark.parametrize("command", ["calibrate", "doctor"])
+def test_what_a_machine_s_commands_say_to_type_next_has_no_word_to_fill_in(command: str) -> None:
+    text = (Path(__file__).parents[2] / "src/tilemesh/cli/commands" / f"{command}.py").read_text()
+    said = re.findall(r'NextCommand\("([^"]*)"', text)
+    assert said
+    assert not [words for words in said if re.search(r"\b[A-Z]{2,}\b", words)]
 
 
 def test_what_is_fixed_anew_stands_in_place_of_what_was_typed() -> None:

@@ -88,7 +88,7 @@ def calibrate(options: CalibrateOptions) -> Output | None:
             console,
             warn,
         )
-    return Output(json=result.rows, next=NextCommand("plan MODEL --cluster local"))
+    return Output(json=result.rows, next=NextCommand("plan tiny --cluster local --batch 16"))
 
 
 def _save(calibration: Calibration, is_part: bool, console: Console, warn: Callable[[str], None]) -> None:

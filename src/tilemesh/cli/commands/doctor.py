@@ -77,7 +77,7 @@ def doctor(options: DoctorOptions) -> Output:
     console.print(verdict, style=f"bold {'green' if able else 'red'}", soft_wrap=True)
     record = {"able": able, "verdict": verdict, "has": has, "tried": [asdict(finding) for finding in findings]}
     calibrated = calibration.find(this_machine().id) is not None
-    after = NextCommand("plan MODEL --cluster local") if calibrated else NextCommand("calibrate")
+    after = NextCommand("plan tiny --cluster local --batch 16") if calibrated else NextCommand("calibrate")
     return Output(json=[record], exit_code=0 if able else 1, next=after if able else None)
 
 
