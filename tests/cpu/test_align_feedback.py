@@ -399,3 +399,5 @@ def test_lines_of_cases_end_where_jsonl_has_them_end(tmp_path: Path) -> None:
     assert [case["prompt"] for case in read_cases(path)] == ["a\u2028b", "c\x85"]
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # the mark that editors of Windows put before a file
     assert len(read_cases(path)) == 2
+    with pytest.raises(UsageError, match=r"gone\.jsonl does not exist: expected a JSONL file$"):
+        read_cases(tmp_path / "gone.jsonl")

@@ -302,6 +302,7 @@ def test_inside_torchrun_it_joins() -> None:
         ([], {"ranks": 2}, "nothing to launch"),
         (["nowhere.py"], {"ranks": 2}, "script nowhere.py does not exist"),
         (["no-such-program"], {"ranks": 2}, "command no-such-program was not found"),
+        (["./no-such-program"], {"ranks": 2}, "program ./no-such-program is not there, or not executable"),
         (["-m"], {"ranks": 2}, "-m without a module name"),
         (["true"], {}, "how many ranks"),
         (["true"], {"ranks": 0}, "ranks is 0: expected at least 1"),

@@ -107,7 +107,7 @@ def test_the_pictures_of_zero_are_its_lists(stage: int) -> None:
         (asked("search", chunks=2), "--chunks with search: it finds that itself"),
         (asked("1f1b", stages=1000, microbatches=1000), "too many to draw"),
         (asked("dualpipe", microbatches=6), "at least 8"),
-        (asked("nowhere.csv"), "cannot be read"),
+        (asked("nowhere.csv"), r"^nowhere\.csv does not exist: expected a file"),
         (asked("nowhere.csv", stages=3), "leave it out"),
     ],
 )

@@ -20,6 +20,8 @@ def read_cases(path: Path, wanted: tuple[str, ...] = ("prompt", "messages")) -> 
         with path.open("rb") as file:  # a device such as /dev/zero has no end
             content = file.read(_MOST_BYTES)
         lines = content.decode("utf-8-sig").split("\n")  # U+2028 and its like may stand in JSON
+    except FileNotFoundError:
+        raise UsageError(f"{path} does not exist: expected a JSONL file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read: {error}: expected a JSONL file") from None
     if len(content) == _MOST_BYTES:

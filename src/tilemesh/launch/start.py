@@ -75,6 +75,8 @@ def check_command(command: Sequence[str]) -> None:
     elif is_python(command):
         if not Path(command[0]).is_file():
             raise UsageError(f"script {command[0]} does not exist (looked in {os.getcwd()})")
+    elif shutil.which(command[0]) is None and os.path.dirname(command[0]):
+        raise UsageError(f"program {command[0]} is not there, or not executable (looked in {os.getcwd()})")
     elif shutil.which(command[0]) is None:
         raise UsageError(f"command {command[0]} was not found on the PATH; a Python script's name ends in .py")
 

@@ -131,6 +131,8 @@ def _program(options: DrawOptions, times: PassTimes) -> StepProgram:
         refuse(options, why, "stages", "microbatches", "chunks", "slices")
         try:
             return from_csv(Path(name).read_text(encoding="utf-8"), Path(name).stem)
+        except FileNotFoundError:
+            raise UsageError(f"{name} does not exist: expected a file with a line of actions per rank") from None
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{name}: the file cannot be read: {error}") from None
     stages, microbatches = options.stages, options.microbatches
