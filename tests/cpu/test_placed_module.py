@@ -449,3 +449,17 @@ def test_what_is_set_or_thawed_after_a_module_was_placed_counts() -> None:
     got, *_ = run_threads(2, rank)
     for mine, wanted in zip(got, step(copy.deepcopy(module)), strict=True):
         torch.testing.assert_close(mine, wanted, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+class Versioned(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"version": 2}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state == {"version": 2}
+
+
+def test_a_state_with_more_than_tensors_is_gathered() -> None:
+    module = nn.Sequential(Versioned(6, 4, dtype=D))
+    state, _ = run_threads(2, lambda comm: place(module, Mesh(comm, tp=2), {"*weight": "tp:S0"}, batch()[:1]).gather())
+    module.load_state_dict(state)

@@ -362,7 +362,9 @@ class PlacedModule(nn.Module):
             return wholes
         called = {id(value): name for name, value in own.items()}  # one that is shared has one name in `shards`
         state = self.state_dict(keep_vars=True)
-        return {name: wholes[called[id(value)]] for name, value in state.items()}
+        return {
+            name: wholes[called[id(value)]] if isinstance(value, Tensor) else value for name, value in state.items()
+        }
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor] | None, root: int | None = None) -> None:
