@@ -463,3 +463,13 @@ def test_a_state_with_more_than_tensors_is_gathered() -> None:
     module = nn.Sequential(Versioned(6, 4, dtype=D))
     state, _ = run_threads(2, lambda comm: place(module, Mesh(comm, tp=2), {"*weight": "tp:S0"}, batch()[:1]).gather())
     module.load_state_dict(state)
+
+
+class OneHot(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        return (super().forward(input) * functional.one_hot(input.argmax(1), 4)).sum()
+
+
+def test_a_check_of_values_is_refused_in_words() -> None:
+    with pytest.raises(UsageError, match=r"\(one_hot: Class values must be non-negative.\): leave it out; one_hot"):
+        trace_joint(OneHot(6, 4, dtype=D), ModuleCall.example(batch()[:1]))

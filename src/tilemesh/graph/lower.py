@@ -185,6 +185,11 @@ class _Lowering:
             return make("item", args[0], index=args[1], shape=shape, dtype=dtype)
         if not isinstance(node.target, torch._ops.OpOverload):
             raise NotServedError(f"{node.target} is no aten operator ({line_of(node)})")
+        if node.target is aten._assert_async.msg:
+            raise NotServedError(
+                f"a check of a tensor's values is no part of a program ({node.args[1]}): leave it out; one_hot(y, n) "
+                "is (y[..., None] == torch.arange(n, device=y.device)).long()"
+            )
         if node.target is aten.as_strided.default and self._is_reshape(node):
             return build.reshape(self._nested(node.args[0]), tuple(node.meta["val"].shape))
         if node.target.namespace == "aten" and str(node.target.overloadpacket) in LAYOUT_BOUND:
