@@ -207,6 +207,16 @@ class FeedbackConfig:
         return self.max_tokens or (TASKS[self.task].max_tokens if self.task in TASKS else _ANSWER_TOKENS)
 
     @property
+    def words(self) -> str:
+        """What is learnt from, for people."""
+        paper = (self.pair_row if self.is_of_pairs else self.row).paper
+        if self.is_of_pairs:
+            return f"{self.algorithm} ({paper}): {self.prompts} pairs of {self.preferences} per step"
+        each = f"{self.prompts} prompts x {self.answers} answers of up to {self.longest} tokens"
+        used = f", used for {self.steps_per_batch} steps" if self.steps_per_batch > 1 else ""
+        return f"{self.algorithm} ({paper}): {self.task}, {each} at temperature {self.temperature:g}{used}"
+
+    @property
     def rows(self) -> int:
         """Sequences per step."""
         return 2 * self.prompts if self.is_of_pairs else self.prompts * self.answers // self.minibatches

@@ -158,9 +158,6 @@ class RepeatedDrawing(AnswerDrawing):
         self._raw = self._stream.collect(kind, number)
         return self.finish()
 
-    def happened(self) -> list[list[EngineEvent]]:
-        return []
-
     def close(self) -> None:
         if self._stream is not None:
             self._stream.close()

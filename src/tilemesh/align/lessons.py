@@ -13,7 +13,6 @@ import torch
 from tilemesh.align.answers import Answers
 from tilemesh.align.config import AlignConfig, of_run
 from tilemesh.align.drawing import AnswerDrawing, RemoteDrawing, RepeatedDrawing, StreamDrawing, serve_answers
-from tilemesh.align.formulas.algorithms import ALGORITHMS, PREFERENCES
 from tilemesh.align.generate import Generator, RolloutEngine
 from tilemesh.align.head import Reference, add_critic, add_value_head, base_figures, token_figures
 from tilemesh.align.inputs import read_reference
@@ -153,13 +152,7 @@ class FeedbackLessons(Lessons):
         )  # fmt: skip
 
     def words(self) -> str:
-        align = self.align
-        paper = (PREFERENCES if align.is_of_pairs else ALGORITHMS)[align.algorithm].paper
-        if align.is_of_pairs:
-            return f"{align.algorithm} ({paper}): {align.prompts} pairs of {align.preferences} per step"
-        each = f"{align.prompts} prompts x {align.answers} answers of up to {align.longest} tokens"
-        used = f", used for {align.steps_per_batch} steps" if align.steps_per_batch > 1 else ""
-        return f"{align.algorithm} ({paper}): {align.task}, {each}{used}"
+        return self.align.words
 
     def notes(self) -> str:
         return "" if self._rollouts is None else self._rollouts.notes

@@ -48,16 +48,20 @@ class PairSource(Source):
         self._steps, self._position = 0, 0
 
     def fetch(self, number: int) -> list[Microbatch]:
-        align, plan = self.config.align, self.config.plan
-        first = self._position // 2 + (number - 1 - self._steps) * align.prompts
-        pairs = [self.trained[self._order.at(first + place)] for place in range(align.prompts)]
-        count = sum(_trained(pair) for pair in pairs)
+        align, plan, pairs = self.config.align, self.config.plan, self._pairs_of(number)
+        count = sum(map(_trained, pairs))
         batches = []
         for micro in range(plan.accumulation):
             rows = rows_of(align.rows, plan.dp, self.mesh.dp.index, plan.accumulation, micro)
             own = pairs[rows.start // 2 : rows.stop // 2]
             batches.append(Microbatch(self._tensors(own, count / align.prompts), rows.start))
         return batches
+
+    def _pairs_of(self, number: int) -> list[Pair]:
+        """Of a step."""
+        prompts = self.config.align.prompts
+        first = self._position // 2 + (number - 1 - self._steps) * prompts
+        return [self.trained[self._order.at(first + place)] for place in range(prompts)]
 
     def held_out(self) -> Iterator[Microbatch]:
         mine = range(self.mesh.dp.index, len(self.kept), self.mesh.dp.size)
@@ -105,10 +109,7 @@ class PairSource(Source):
         return None
 
     def figures(self, number: int, loss: float) -> dict[str, Any]:
-        align = self.config.align
-        first = self._position // 2 + (number - 1 - self._steps) * align.prompts
-        count = sum(_trained(self.trained[self._order.at(first + place)]) for place in range(align.prompts))
-        return self.objective.step_figures(loss, count)
+        return self.objective.step_figures(loss, sum(map(_trained, self._pairs_of(number))))
 
 
 def _trained(pair: Pair) -> int:

@@ -15,7 +15,7 @@ from tilemesh.core.config import to_dict
 from tilemesh.core.conflicts import PLAN_CONFLICTS, refusals
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.hardware import device_for, parse_cluster
-from tilemesh.core.placement import ACTOR, CRITIC, ENGINE, KINDS, REFERENCE, REWARD, AlignWork, Placement, Pool
+from tilemesh.core.placement import ACTOR, CRITIC, ENGINE, REFERENCE, REWARD, AlignWork, Placement, Pool
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.plan_file import ALIGN, plan_text
 from tilemesh.data.cases import read_cases
@@ -96,16 +96,12 @@ def run_work(config: AlignConfig, on_gpu: bool = False) -> AlignWork:
     )  # fmt: skip
 
 
-def rank_placements(
-    config: AlignConfig, gpus: Sequence[str], kinds: Sequence[str] = tuple(KINDS), drawing: int | None = None
-) -> list[PlacementPrediction]:
+def rank_placements(config: AlignConfig, gpus: Sequence[str]) -> list[PlacementPrediction]:
     """Placements of a run on as many ranks of this machine as it has, and with its layout but for dp; the quickest
     first. RunError or UsageError where none is possible, or this machine was not measured."""
     plan, estimator = config.plan, _estimator(config, gpus)
     pins = Pins(tp=plan.tp, pp=1, cp=1, zero=plan.zero, precision=plan.precision)
-    return search_placements(
-        estimator, kinds, pins, accepts=can_align, runs=lambda each: not why_not_run(each), drawing=drawing
-    )
+    return search_placements(estimator, pins=pins, accepts=can_align, runs=lambda each: not why_not_run(each))
 
 
 def predict_feedback(config: AlignConfig, gpus: Sequence[str]) -> dict[str, Any]:
@@ -157,23 +153,24 @@ def _estimator(config: AlignConfig, gpus: Sequence[str]) -> AlignEstimator:
 
 def settings_of(placement: Placement) -> list[str]:
     """That make a run this placement."""
-    plan, engine = placement.pool(ACTOR).plan, placement.pool(ENGINE)
+    plan = placement.pool(ACTOR).plan
     assert plan is not None
-    drawing = [f"align.rollout_ranks={engine.ranks}"] if len(placement.pools) > 1 else []
-    drawing += [f"align.ahead={placement.ahead}"] if placement.ahead > 1 else []
-    drawing += [f"align.rollout_tp={engine.rollout_tp}"] if engine is placement.pool(ACTOR) else []
-    return [f"align.placement={placement.kind}", f"plan.dp={plan.dp}", *drawing]
+    return [f"plan.dp={plan.dp}", *(f"align.{name}={value}" for name, value in _drawing(placement).items())]
+
+
+def _drawing(placement: Placement) -> dict[str, Any]:
+    """Settings of `align` that say which ranks draw, and when."""
+    engine, ahead = placement.pool(ENGINE), {"ahead": placement.ahead} if placement.ahead > 1 else {}
+    size = {"rollout_ranks": engine.ranks} if len(placement.pools) > 1 else {"rollout_tp": engine.rollout_tp}
+    return {"placement": placement.kind, **size, **ahead}
 
 
 def placement_text(placement: Placement, work: AlignWork, model: ModelConfig, note: str) -> str:
     """A placement that `why_not_run` allows, and the work it is for, as the file that `load` takes as a plan."""
-    actor, engine = placement.pool(ACTOR).plan, placement.pool(ENGINE)
+    actor = placement.pool(ACTOR).plan
     assert actor is not None
     align = {name: getattr(work, name) for name in ("algorithm", "prompts", "answers", "minibatches", "running")}
-    align |= {"max_tokens": work.tokens, "epochs": work.epochs or 0, "placement": placement.kind}
-    align |= {"rollout_ranks": engine.ranks} if len(placement.pools) > 1 else {}
-    align |= {"ahead": placement.ahead} if placement.ahead > 1 else {}
-    align |= {"rollout_tp": engine.rollout_tp} if engine.rollout_tp != actor.tp and len(placement.pools) == 1 else {}
+    align |= {"max_tokens": work.tokens, "epochs": work.epochs or 0, **_drawing(placement)}
     align |= {"critic": "own"} if work.critic == "own" else {}
     sections = {ALIGN: align, "lora": {"rank": work.lora}, "model": to_dict(model)}
     return plan_text(ALIGN, note, actor.to_dict(), **sections)

@@ -50,9 +50,11 @@ class PromptSource:
         self.task = TASKS.get(align.task)
         self.cases = [] if align.prompts_file is None else read_cases(align.prompts_file)
         held_out = min(align.held_out, len(self.cases) // 2)
-        self.kept = self.cases[len(self.cases) - held_out :] if self.cases else []
+        self.kept = self.cases[len(self.cases) - held_out :]
         self.cases = self.cases[: len(self.cases) - held_out]
         self._order = Order(len(self.cases), seed) if self.cases else None
+        if self.task is not None and self._order is None:
+            self.kept = [self.task.case(seed + _HELD_OUT_SEED, number) for number in range(align.held_out)]
 
     def at(self, position: int) -> Prompt:
         """The prompt at a position, counted over all that were taken."""
@@ -63,11 +65,7 @@ class PromptSource:
 
     def held_out(self) -> list[Prompt]:
         """Those that are never trained on, always the same."""
-        if self._order is not None:
-            return [self._prompt(case, f"held out {number}") for number, case in enumerate(self.kept)]
-        assert self.task is not None
-        cases = [self.task.case(self.seed + _HELD_OUT_SEED, number) for number in range(self.align.held_out)]
-        return [self._prompt(case, f"held out {number}") for number, case in enumerate(cases)]
+        return [self._prompt(case, f"held out {number}") for number, case in enumerate(self.kept)]
 
     def check(self) -> None:
         """Refuse what some position would: any of a file's, the first ones of a built-in task."""
@@ -76,7 +74,8 @@ class PromptSource:
         self.held_out()
 
     def fingerprint(self) -> str:
-        parts = [self.align.task, self.seed, [str(case) for case in (*self.cases, *self.kept)]]
+        read = (*self.cases, *self.kept) if self._order is not None else ()  # a task's own follow from the seed
+        parts = [self.align.task, self.seed, [str(case) for case in read]]
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     def sampling(self, prompt: Prompt, answers: int) -> Sampling:

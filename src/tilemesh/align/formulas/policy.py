@@ -48,9 +48,8 @@ RATIOS: dict[str, Ratio] = {
 
 
 def _sums(values_N: Tensor, sequence_N: Tensor) -> tuple[Tensor, Tensor]:
-    sequences = int(sequence_N.max()) + 1 if len(sequence_N) else 0
-    total_S = values_N.new_zeros(sequences).index_add(0, sequence_N, values_N)
-    return total_S, torch.bincount(sequence_N, minlength=sequences).clamp(min=1).to(values_N)
+    count_S = torch.bincount(sequence_N)
+    return sequence_sums(values_N, sequence_N, len(count_S)), count_S.clamp(min=1).to(values_N)
 
 
 def _finite_exp(values_N: Tensor) -> Tensor:

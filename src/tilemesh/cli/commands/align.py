@@ -98,7 +98,6 @@ def _best_settings(config: AlignConfig) -> list[str]:
 
 
 def _preview(options: AlignOptions, config: AlignConfig, job: dict[str, Any]) -> Output:
-    from tilemesh.align.formulas.algorithms import ALGORITHMS, PREFERENCES
     from tilemesh.align.inputs import check_inputs
     from tilemesh.align.job import program_of
     from tilemesh.align.placement import placement_words
@@ -107,18 +106,10 @@ def _preview(options: AlignOptions, config: AlignConfig, job: dict[str, Any]) ->
     check_inputs(config)
     job |= {"run": options.run, "resume": options.resume, "name": "align"}
     seen = preview(config.training, program=program_of(config), **job)
-    feedback = config.align
-    paper = (PREFERENCES if feedback.is_of_pairs else ALGORITHMS)[feedback.algorithm].paper
-    learns = f"{feedback.prompts} pairs of {feedback.preferences} per step"
-    if not feedback.is_of_pairs:
-        learns = (
-            f"{feedback.task}: {feedback.prompts} prompts x {feedback.answers} answers of up to {feedback.longest} "
-        )
-        learns += f"tokens at temperature {feedback.temperature:g}, used for {feedback.steps_per_batch} steps"
     lines = [(subject, words) for subject, words in seen.lines() if subject != "data"]
     lines[1:1] = [
         ("begins", str(options.start or options.resume)),
-        ("learns", f"{learns}; {feedback.algorithm}, {paper}"),
+        ("learns", config.align.words),
         ("placement", placement_words(config)),
     ]
     text = [f"{subject + ':':11}{words}" for subject, words in lines]
