@@ -97,7 +97,7 @@ MOST_LINES = {
     "report": 6_378,
     "bench": 9_280,
     "cli": 6_947,
-    "guide": 18_082,
+    "guide": 18_084,
 }
 SOURCE_SUFFIXES = (".py", ".c", ".cpp", ".h", ".cu", ".cuh", ".js", ".css")
 THIRD_PARTY_FREE = ("core", "comm.schedules", "model.work", "plan")

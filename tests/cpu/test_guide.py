@@ -29,7 +29,7 @@ from tilemesh.guide import apart, attention, strategies
 from tilemesh.guide.book import PARTS, GuidePart, part_of
 from tilemesh.guide.draw import every_figure
 from tilemesh.guide.exercise import Exercise, choice, function_in, listing, numeric
-from tilemesh.guide.lesson import Lesson, how_far_off, typical_factor
+from tilemesh.guide.lesson import Lesson, how_far_off, show_code, typical_factor
 from tilemesh.guide.machine import growth
 from tilemesh.guide.progress import Guessed, ReaderProgress
 from tilemesh.guide.quantity import parse_quantity
@@ -776,3 +776,11 @@ def test_wrong_use_is_one_line(words: list[str], message: str, capsys: pytest.Ca
 def test_a_chapter_is_written_as_a_notebook(tmp_path: Path) -> None:
     assert main(["guide", "1", "--notebook", str(tmp_path / "one.ipynb")]) == 0
     assert json.loads((tmp_path / "one.ipynb").read_text())["cells"]
+
+
+def test_code_can_be_read_on_a_light_terminal_and_on_a_dark_one() -> None:
+    out = io.StringIO()
+    show_code("answer = first + 2\n", Console(file=out, width=80, force_terminal=True, color_system="truecolor"))
+    shown = out.getvalue()
+    assert not re.search(r"\x1b\[[^m]*(38;2;|9[0-7])", shown), shown  # no colour of its own, none of the bright ones
+    assert "\x1b[49m" in shown

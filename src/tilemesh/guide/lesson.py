@@ -278,7 +278,9 @@ def show_code(code: str, console: Console, indent: str = "") -> None:
     broken = [
         wrapped(line, console.width, further=" " * (len(line) - len(line.lstrip()) + 8)) for line in code.splitlines()
     ]
-    console.print(Syntax("\n".join(broken), "python", word_wrap=True, background_color="default"))
+    # The theme's plain text has the terminal's own colour: on the terminal's background any other may be unreadable.
+    code = "\n".join(broken)
+    console.print(Syntax(code, "python", theme="ansi_light", word_wrap=True, background_color="default"))
 
 
 def _positive(text: str, unit: str) -> float:
