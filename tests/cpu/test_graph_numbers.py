@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from tilemesh.graph.backend import Backend
+from tilemesh.graph.lower import lower
 
 Tensor = torch.Tensor
 ZEROS = torch.tensor([0.0, -0.0, 1.0, -1.0])
@@ -164,3 +167,16 @@ def test_a_compiled_module_can_be_copied() -> None:
     copied = copy.deepcopy(run)
     torch.testing.assert_close(copied(x), expected)
     assert copy.deepcopy(backend) is backend  # whose report is of all copies
+
+
+@pytest.mark.parametrize(("own", "other"), [("cuda", "cpu"), ("cpu", "meta")])
+def test_tensors_on_another_device_stay_torch_s_own(own: str, other: str) -> None:
+    """Else zeros made on the host would be the GPU's, and so would a copy on the host."""
+
+    def call(x: torch.Tensor) -> Any:
+        return x.exp(), torch.zeros(3, device=other), x.to(other).sin()
+
+    with FakeTensorMode():
+        graph = lower(make_fx(call)(torch.empty(3, device=own))).graph
+    assert [node.op for node in graph.outputs] == ["exp", "opaque", "opaque"]
+    assert [node["target"] for node in graph.outputs[1:]] == ["aten.zeros.default", "aten.sin.default"]

@@ -119,6 +119,9 @@ class _Lowering:
         self.held: dict[str, Any] = {}
         self.random: Node | None = None
         self.serial = 0
+        given = [self._traced(node) for node in module.graph.find_nodes(op="placeholder")]
+        types = [each.device.type for each in given if isinstance(each, torch.Tensor)]
+        self.device = next((kind for kind in types if kind != "cpu"), "cpu")
 
     def run(self) -> Lowered:
         outputs: Sequence[Any] = ()
@@ -195,7 +198,7 @@ class _Lowering:
         if node.target.namespace == "aten" and str(node.target.overloadpacket) in LAYOUT_BOUND:
             raise NotServedError(f"{node.target} depends on how its input lies in memory ({line_of(node)})")
         value = node.meta.get("val")
-        if node.target in self.whole:
+        if node.target in self.whole or self._is_elsewhere(node):
             return self._opaque(node, value)
         if isinstance(value, torch.Tensor) and node.target in self.table:
             shape, dtype = _typed(value, node)
@@ -216,6 +219,11 @@ class _Lowering:
             if several is not None:
                 return several
         return self._opaque(node, value)
+
+    def _is_elsewhere(self, node: fx.Node) -> bool:
+        """Whether a node makes or reads a tensor on another device than the program's. One number may lie anywhere."""
+        values = [self._traced(each) for each in (node, *node.all_input_nodes)]
+        return any(isinstance(each, torch.Tensor) and each.dim() and each.device.type != self.device for each in values)
 
     def _is_reshape(self, node: fx.Node) -> bool:
         """Whether new strides are those of the same elements in order."""
