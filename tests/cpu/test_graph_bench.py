@@ -111,12 +111,12 @@ def test_a_drawing_and_a_page(file: Path, tmp_path: Path) -> None:
 def test_a_break_is_listed_with_its_line(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["graph", "breaks", f"{file}:branching"]) == 0
     said = capsys.readouterr().out
-    assert "2 pieces, 1 breaks" in said
+    assert "2 pieces, 1 break, 5 operators" in said
     assert "model.py:8" in said
     assert ".item()" in said
     assert main(["graph", "breaks", f"{file}:make"]) == 0
-    assert "1 pieces, 0 breaks" in capsys.readouterr().out
+    assert "1 piece, 0 breaks, 3 operators" in capsys.readouterr().out
     assert main(["graph", "breaks", f"{file}:ending"]) == 0  # nothing follows the cut
     first, *listed = capsys.readouterr().out.splitlines()
-    assert first.startswith("1 pieces, 1 breaks")
+    assert first.startswith("1 piece, 1 break, 2 operators")
     assert len([line for line in listed if line[0].isdigit()]) == 1

@@ -28,7 +28,10 @@ def breaks(options: BreaksOptions) -> None:
             explained = torch._dynamo.explain(model)(*inputs)
     except Exception as error:
         raise RunError(f"the model fails with these inputs: {tracing_failure(error)}") from error
-    print(f"{explained.graph_count} pieces, {len(explained.break_reasons)} breaks, {explained.op_count} operators")
+    # torch's own count of operators leaves out methods, as `x.sum()`.
+    calls = sum(node.op.startswith("call_") for piece in explained.graphs for node in piece.graph.nodes)
+    counts = {"piece": len(explained.graphs), "break": len(explained.break_reasons), "operator": calls}
+    print(", ".join(f"{count} {name}{'s' * (count != 1)}" for name, count in counts.items()))
     for number, cut in enumerate(explained.break_reasons):
         where = cut.user_stack[-1] if cut.user_stack else None
         line = f"{Path(where.filename).name}:{where.lineno}" if where else "unknown line"
