@@ -9,8 +9,7 @@ from tilemesh.core.hardware import DEVICES
 from tilemesh.graph import build, derive
 from tilemesh.graph.cost import graph_seconds
 from tilemesh.graph.draw import drawing
-from tilemesh.graph.folding import prune
-from tilemesh.graph.ir import Graph, Node
+from tilemesh.graph.ir import Graph
 from tilemesh.graph.joining import joined_products
 from tilemesh.graph.regions import fused
 from tilemesh.graph.rules import ALGEBRA, INFERENCE, simplify
@@ -52,19 +51,14 @@ def constants() -> list[tuple[str, Graph]]:
 
 
 def branches() -> list[tuple[str, Graph]]:
-    """A switch and a merge, their gradient, and what is left where the condition is known."""
+    """A switch and a merge, and their gradient."""
     x, chosen = build.argument("x", [64]), build.argument("chosen", (), "bool")
-
-    def both(condition: Node) -> Node:
-        high = build.multiply(build.switch(x, condition, True), 3.0)
-        return build.total(build.merge(condition, high, build.exp(build.switch(x, condition, False))))
-
-    result, known = both(chosen), build.constant(True, (), "bool")
+    high = build.multiply(build.switch(x, chosen, True), 3.0)
+    result = build.total(build.merge(chosen, high, build.exp(build.switch(x, chosen, False))))
     gradient = Graph((x, chosen), tuple(derive.gradient(result, [x])))
     return [
         ("one of two branches", Graph((x, chosen), (result,))),
         ("the gradient: switches and merges again", gradient),
-        ("the condition is known", prune(Graph((x,), (both(known),)))),
     ]
 
 

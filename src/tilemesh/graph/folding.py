@@ -85,19 +85,3 @@ def _array_of(node: Node) -> Array | None:
         return dense(node)
     inner = _array_of(node.inputs[0]) if node.op in REPEATS else None
     return None if inner is None else evaluate_numpy(node, [inner])
-
-
-def prune(graph: Graph) -> Graph:
-    """Without the branches of conditions that are known: `where` and `merge` of a constant take one side."""
-
-    def change(node: Node, inputs: Sequence[Node]) -> Node:
-        new = rebuilt(node, inputs)
-        if new.op in ("where", "merge"):
-            taken = number_of(new.inputs[0])
-            if taken is not None:
-                return new.inputs[1] if taken else new.inputs[2]
-        if new.op == "switch" and number_of(new.inputs[1]) == new["branch"]:
-            return new.inputs[0]
-        return folded(new)
-
-    return graph.replace(change)
