@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from tilemesh.graph import build
 from tilemesh.graph.ir import Graph, Node, make, rebuilt, users
 from tilemesh.graph.opaque import operand_strides
-from tilemesh.graph.ops import primitive, size_bytes
+from tilemesh.graph.ops import primitive
 from tilemesh.graph.rewrite import number_of
 
 SERVED = {"c": ("float32",)}
@@ -82,11 +82,7 @@ def _picture_bytes(node: Node) -> int:
     """What a convolution saves, less the bytes of its weights: read, and written in another order."""
     backward = node["target"] == BACKWARD
     pictures = node.inputs[:2] if backward else (node, node.inputs[0])
-    return sum(map(_bytes, pictures)) - WEIGHTS * _bytes(node.inputs[2 if backward else 1])
-
-
-def _bytes(node: Node) -> int:
-    return size_bytes(node.typed)
+    return sum(each.nbytes for each in pictures) - WEIGHTS * node.inputs[2 if backward else 1].nbytes
 
 
 def _following(graph: Graph, dtypes: Sequence[str], there: Collection[Node]) -> set[Node]:
@@ -156,4 +152,4 @@ def _saved_bytes(graph: Graph, laid: Collection[Node], there: Collection[Node]) 
             }  # fmt: skip
         elif node not in laid and node.op != "item":
             copied |= {value for value in node.inputs if value in laid and len(value.shape) == 4}
-    return saved - 2 * sum(_bytes(value) for value in copied)
+    return saved - 2 * sum(value.nbytes for value in copied)

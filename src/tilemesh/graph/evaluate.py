@@ -217,11 +217,6 @@ def _unwindows(node: Node, g: Array) -> Array:
     return total
 
 
-_COMPARE: dict[str, Callable[[Array, Array], Array]] = {
-    "equal": np.equal,
-    "less": np.less,
-    "less_equal": np.less_equal,
-}
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 _NUMPY: dict[str, Callable[..., Any]] = {
     "region": lambda node, *xs: run_numpy(node["body"], *xs),
@@ -231,7 +226,7 @@ _NUMPY: dict[str, Callable[..., Any]] = {
     "negate": lambda node, x: np.negative(x),
     "sigmoid": lambda node, x: 0.5 * (1 + np.tanh(0.5 * x)),
     "erf": lambda node, x: _erf(x) if x.size else x,
-    "compare": lambda node, x, y: _COMPARE[node["kind"]](x, y),
+    "compare": lambda node, x, y: getattr(np, node["kind"])(x, y),
     "cast": lambda node, x: x,
     "sum": lambda node, x: x.sum(axis=node["dims"]),
     "amax": lambda node, x: x.max(axis=node["dims"]),

@@ -11,10 +11,11 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from tilemesh.core.errors import UsageError
-from tilemesh.graph.ops import VIEWS, Shape, Typed, primitive, size_bytes
+from tilemesh.graph.ops import DTYPES, TUPLE, VIEWS, Shape, Typed, primitive
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +37,10 @@ class Node:
         return self.shape, self.dtype
 
     @property
+    def nbytes(self) -> int:
+        return 0 if self.dtype == TUPLE else prod(self.shape) * DTYPES[self.dtype]
+
+    @property
     def launched(self) -> bool:
         """Whether this is work for a device: no input, no constant, no memory named again."""
         return primitive(self.op).kind != "source" and self.op not in VIEWS
@@ -48,7 +53,7 @@ class Node:
     def moved_bytes(self) -> int:
         """What the operator reads and writes when it runs alone."""
         moved = [self, *dict.fromkeys(self.inputs), *(self["body"].outputs if self.op == "region" else ())]
-        return sum(size_bytes(node.typed) for node in moved)
+        return sum(node.nbytes for node in moved)
 
     def __repr__(self) -> str:
         return f"<{self.op} {self.dtype}{list(self.shape)}>"

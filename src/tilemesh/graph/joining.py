@@ -16,7 +16,7 @@ from math import prod
 from tilemesh.graph import build
 from tilemesh.graph.ir import Graph, Node, make, rebuilt
 from tilemesh.graph.opaque import InputSlot
-from tilemesh.graph.ops import primitive, size_bytes
+from tilemesh.graph.ops import primitive
 
 CONVOLUTION = "aten.convolution.default"
 LAUNCH = {"triton": 8 << 20}
@@ -41,7 +41,7 @@ def joined_products(graph: Graph, way: str | None = None) -> tuple[Graph, int]:
             alike.setdefault(tuple(each for node in products for each in node.inputs[1:]), []).append(products)
     results: dict[Node, tuple[list[Node], int]] = {}
     for same in alike.values():
-        copied = 2 * sum(_bytes(each) for each in {each for node in same[0] for each in node.inputs[1:]})
+        copied = 2 * sum(each.nbytes for each in {each for node in same[0] for each in node.inputs[1:]})
         if sum(saved_bytes(products, launch) for products in same) <= copied:
             continue
         for products in same:
@@ -92,15 +92,11 @@ def _together(left: Node, products: Sequence[Node]) -> Node:
 def saved_bytes(products: list[Node], launch: int = 0) -> int:
     """Bytes less to move when these products are one, before their weights are put beside one another: each of a
     convolution's taps reads the picture; a slice of its result lies apart from the next and is read with gaps."""
-    shared = _bytes(products[0].inputs[0])
+    shared = products[0].inputs[0].nbytes
     if products[0].op == "dot":
         return (len(products) - 1) * (shared + launch)
     taps = prod(products[0].inputs[1].shape[2:])
-    return (len(products) - 1) * (shared * (taps - 1) + launch) - 2 * sum(map(_bytes, products))
-
-
-def _bytes(node: Node) -> int:
-    return size_bytes(node.typed)
+    return (len(products) - 1) * (shared * (taps - 1) + launch) - 2 * sum(each.nbytes for each in products)
 
 
 def _is_given(node: Node) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tilemesh.graph.ir import Graph, Node, ordered, users
-from tilemesh.graph.ops import TUPLE, VIEWS, primitive, size_bytes
+from tilemesh.graph.ops import TUPLE, VIEWS, primitive
 
 MIXED = 300  # values of a graph up to which mixed orders are tried
 PLACINGS = 9000  # values that are placed in mixed orders altogether: 30 orders of 300 values, more of fewer
@@ -76,7 +76,7 @@ def scheduled(graph: Graph) -> list[Node]:
 
 def _made_bytes(node: Node) -> int:
     """What a node's value takes; nothing that another gave it."""
-    return 0 if primitive(node.op).kind == "source" else size_bytes(node.typed)
+    return 0 if primitive(node.op).kind == "source" else node.nbytes
 
 
 class _Ordering:
@@ -135,14 +135,14 @@ def lifetimes(graph: Graph, given: Collection[Node] = ()) -> list[Lifetime]:
     for node in graph.outputs:
         dies[owner(node)] = len(order)
     return [
-        Lifetime(node, places[node.inputs[0]] if node.op == "item" else place, dies.get(node, place), _bytes(node))
+        Lifetime(node, places[node.inputs[0]] if node.op == "item" else place, dies.get(node, place), _aligned(node))
         for place, node in enumerate(order)
         if (primitive(node.op).kind != "source" or node in given) and owner(node) is node and node.dtype != TUPLE
     ]
 
 
-def _bytes(node: Node) -> int:
-    return -(-size_bytes(node.typed) // ALIGNMENT) * ALIGNMENT
+def _aligned(node: Node) -> int:
+    return -(-node.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def live_bytes(lives: Sequence[Lifetime]) -> list[int]:

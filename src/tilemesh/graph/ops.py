@@ -74,11 +74,6 @@ def primitive(name: str) -> Primitive:
     return PRIMITIVES[name]
 
 
-def size_bytes(typed: Typed) -> int:
-    shape, dtype = typed
-    return 0 if dtype == TUPLE else prod(shape) * DTYPES[dtype]
-
-
 def _define(names: str, arity: int | None, kind: str, rule: Rule, **more: Any) -> None:
     for name in names.split():
         PRIMITIVES[name] = Primitive(name, arity, kind, rule, **more)
