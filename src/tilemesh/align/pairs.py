@@ -105,9 +105,6 @@ class PairSource(Source):
     def go_on(self, steps: int, position: int) -> None:
         self._steps, self._position = steps, position
 
-    def held_out_bytes_per_token(self) -> float | None:
-        return None
-
     def figures(self, number: int, loss: float) -> dict[str, Any]:
         return self.objective.step_figures(loss, sum(map(_trained, self._pairs_of(number))))
 

@@ -140,9 +140,6 @@ class RolloutSource(Source):
         if steps and self.align.repeats is not None:
             raise UsageError("align.repeats: what engines did is repeated from the first step on; begin a new run")
 
-    def held_out_bytes_per_token(self) -> float | None:
-        return None
-
     def held_out(self) -> Iterator[Microbatch]:
         """Held-out prompts answered by the weights of now: minus the mean reward is what is judged, the lower the
         better."""

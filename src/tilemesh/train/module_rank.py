@@ -228,9 +228,6 @@ class ModuleBatches(Source):
             )
         return _on(call, self.device).tensors
 
-    def held_out_bytes_per_token(self) -> None:
-        return None
-
     def tokens(self, number: int) -> int:
         return next(iter(self.lessons.first.tensors[0].shape), 1)
 

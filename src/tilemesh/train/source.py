@@ -53,6 +53,7 @@ class Source(Protocol):
 
     def held_out_bytes_per_token(self) -> float | None:
         """Bytes of text per target of what is held out; None where the tokens stand for no text."""
+        return None
 
     def tokens(self, number: int) -> int:
         """Tokens of step `number` over all replicas, padding not counted."""
