@@ -119,17 +119,28 @@ def test_no_figure_is_cut_in_a_narrow_terminal() -> None:
     assert re.search(r"^\[1\] no, attention is materialized", out.stdout, re.MULTILINE)
 
 
+RATES = Rates(
+    {"fp32": 40e9, "bf16": 1e9}, copy_bytes_per_s=30e9, launch_s=8e-6, elementwise_bytes_per_s=25e9,
+    exponentials_per_s=3e8, attention_flops_per_s={"forward-32": 8e9, "backward-32": 9e9},
+)  # fmt: skip
+THIS_BOX = Calibration("id", "a box", "today", one_core=RATES, all_cores=RATES)
+
+
 def test_figures_of_this_machine_are_said_to_be_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = Rates(
-        {"fp32": 40e9, "bf16": 1e9}, copy_bytes_per_s=30e9, launch_s=8e-6, elementwise_bytes_per_s=25e9,
-        exponentials_per_s=3e8, attention_flops_per_s={"forward-32": 8e9, "backward-32": 9e9},
-    )  # fmt: skip
-    parts = Calibration("id", "a box", "today", one_core=rates, all_cores=rates)
-    monkeypatch.setattr(calibration, "find", lambda machine_id: parts)
+    monkeypatch.setattr(calibration, "find", lambda machine_id: THIS_BOX)
     printed = run("tiny", "--cluster", "2xlocal-cpu", "--batch", "16").output.replace("\n", " ")
     assert "eager (on this machine, as `tilemesh calibrate` measured it)" in printed
     assert "H200" not in printed
     assert "as measured on an H200" in run("tiny", "--cluster", "2xh100", "--batch", "16", "--code", "eager").output
+
+
+def test_the_least_that_one_rank_needs_is_the_less_of_recomputing_and_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "find", lambda machine_id: THIS_BOX)
+    small = ["tiny", "--set", "model.layers=1,model.width=32,model.heads=2,model.context=16", "--batch", "4"]
+    printed = run(*small, "--cluster", "1xlocal-cpu", "--fix", "microbatch=1,recompute=none", "--json", "-").output
+    assert "with one sequence at a time." in printed
+    assert "everything recomputed" not in printed
+    assert "everything recomputed" in run("gpt2-124m", "--cluster", "2xh100", "--batch", "16").output
 
 
 @pytest.mark.parametrize("cluster", ["4xlocl", "lokal", "4xlocal-gpu", "2x4xlocal"])

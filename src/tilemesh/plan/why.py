@@ -71,21 +71,24 @@ _PARTS = {
 
 
 def _one_device(result: SearchResult) -> str:
-    """Alone, with everything recomputed: the least one device could do with."""
-    plan = result.best.plan
-    alone = ParallelPlan(accumulation=plan.batch, recompute="full", attention=plan.attention, precision=plan.precision)
-    need = Room(result.model, result.cluster, result.context, result.code).fullest(alone, (result.model.layers,))
+    """Alone: the least one device could do with. A small model needs less without the code that recomputes."""
+    plan, room = result.best.plan, Room(result.model, result.cluster, result.context, result.code)
+    alone = ParallelPlan(accumulation=plan.batch, attention=plan.attention, precision=plan.precision)
+    full = dataclasses.replace(alone, recompute="full")
+    needs = [room.fullest(each, (result.model.layers,)) for each in (full, alone)]
+    need = min(needs, key=lambda memory: memory.total_bytes)
+    how = "with one sequence at a time" + (" and everything recomputed" if need is needs[0] else "")
     have = usable_bytes(result.cluster, result.headroom)
     dominant = need.dominant
     if need.total_bytes <= have:
         others = "" if plan.world == 1 else ", so the others are for speed"
         return (
             f"It fits on one {result.cluster.device.name}: {format_bytes(need.total_bytes)} of {format_bytes(have)} "
-            f"with one sequence at a time and everything recomputed{others}."
+            f"{how}{others}."
         )
     return (
-        f"One {result.cluster.device.name} is not enough: even with one sequence at a time and everything recomputed "
-        f"it would need {format_bytes(need.total_bytes)} of its {format_bytes(have)}; {dominant} alone is "
+        f"One {result.cluster.device.name} is not enough: even {how} it "
+        f"would need {format_bytes(need.total_bytes)} of its {format_bytes(have)}; {dominant} alone is "
         f"{format_bytes(getattr(need, f'{dominant}_bytes'))}."
     )
 
