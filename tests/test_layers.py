@@ -88,7 +88,7 @@ MOST_LINES = {
     "graph": 8_870,
     "model": 11_358,
     "plan": 9_225,
-    "parallel": 10_631,
+    "parallel": 10_634,
     "methods": 1_976,
     "compress": 1_834,
     "train": 9_339,

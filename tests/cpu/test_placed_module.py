@@ -376,6 +376,10 @@ class Holds(nn.Module):
 
 def test_a_tensor_of_the_modules_own_is_read_more_than_once() -> None:
     require_equal(Holds(), [batch()[0]], {"dp": 2}, ROWS)
+    require_equal(Holds(), [batch()[0]], {"tp": 2}, {"linear.weight": "tp:S0"})
+    module = Holds()
+    module.scale = torch.randn(8, 6, dtype=D)  # is cut as the rows are
+    require_equal(module, [batch()[0]], {"dp": 3}, ROWS)
 
 
 class Aliased(nn.Module):

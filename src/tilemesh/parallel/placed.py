@@ -207,7 +207,7 @@ class PlacedProgram:
         self.later: list[Callable[[], tuple[Tensor, ...]]] | None = None
         """Where a list: backward passes give gradients of inputs alone, and leave here what gives those of
         parameters."""
-        self.constants = [value.to(self.device) for value in trace.constants.values()]
+        self.constants = [value.to(self.device) for value in self._parts(trace.constants.items())]
 
     def halves(self) -> list[Callable[..., tuple[Tensor, ...]]]:
         """The backward program in two: gradients of inputs and what else it has made, then those of parameters (the
@@ -230,7 +230,10 @@ class PlacedProgram:
 
     def parts(self, call: ModuleCall) -> Iterator[Tensor]:
         """This rank's parts of the inputs."""
-        for name, value in zip(call.names, call.tensors, strict=True):
+        return self._parts(zip(call.names, call.tensors, strict=True))
+
+    def _parts(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[Tensor]:
+        for name, value in named:
             mine = self.joint.placement(name).shard(tuple(value.shape), self.mesh.shape, self.mesh.comm.rank, name)
             yield take(mine, value)
 
