@@ -388,6 +388,9 @@ def test_toml_files(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "run.toml").write_bytes(content)
+    if command == "plan" and MODEL.encode() in content:  # a plan of a model reads nothing but its section
+        assert main([command, str(tmp_path / "run.toml")]) == 0
+        return
     said = refusal([command, str(tmp_path / "run.toml")], capsys)
     if command == "train":
         assert expected in said

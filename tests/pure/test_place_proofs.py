@@ -48,7 +48,7 @@ def run(graph: Graph, arrays: Sequence[Any]) -> Any:
         if node not in values:
             inputs = [values[value] for value in node.inputs]
             own = _NUMPY.get(node.op)
-            values[node] = np.asarray(own(node, {}, *inputs) if own else getattr(np, node.op)(*inputs))
+            values[node] = np.asarray(own(node, *inputs) if own else getattr(np, node.op)(*inputs))
     [output] = graph.outputs
     return values[output]
 
