@@ -372,6 +372,7 @@ FILES = [
     (b"", "missing key 'model.layers'"),
     (b"model = 3", "model is 3, expected a section"),
     (b"train = 3\n" + MODEL.encode(), "train is 3, expected a section"),
+    (b"data = 3\n" + MODEL.encode(), "data is 3, expected a section"),
     (MODEL.encode() + b"[train]\nbatch = 7\n[plan]\ndp = 2", "train.batch 7 does not divide among dp=2"),
     (MODEL.encode() + b"[train]\nbatch = 6\n[plan]\naccumulation = 4", "must divide the 6 sequences"),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -184,7 +185,7 @@ def test_calls_that_must_come_have_their_names_first_where_the_template_writes_t
     pytest.importorskip("llguidance")
     mask = pytest.importorskip("tilemesh.serve.constrain.mask")
     known = mask.Constraints(tokenizer, frozenset({0}))
-    constraint = known.get(None, ToolUse((WEATHER, TIME), "required").schema_of_names())
+    constraint = known.get(None, ToolUse((WEATHER, TIME), "required", names_first=True).schema())
 
     def accepts(*parts: str) -> bool:
         cursor = mask.Cursor(constraint)
@@ -203,7 +204,7 @@ def test_calls_that_must_come_have_their_names_first_where_the_template_writes_t
     assert not accepts("other", "[ARGS]", "{}")
     assert not accepts("[TOOL_CALLS]", "time", "[ARGS]", "{}")  # the prompt ends with the first mark
     for parallel, count in ((True, 8), (False, 1)):
-        schema = ToolUse((TIME,), "required", parallel=parallel).schema_of_names()
+        schema = ToolUse((TIME,), "required", parallel=parallel, names_first=True).schema()
         constraint = known.get(None, schema)
         calls = ("time", "[ARGS]", "{}", "[TOOL_CALLS]") * 9
         assert [accepts(*calls[: 4 * number - 1]) for number in (1, count, count + 1)] == [True, True, False]
@@ -218,10 +219,11 @@ def test_the_prompt_ends_with_the_marks_of_a_call_that_must_come() -> None:
         (first.replace("name", "name + '[CALL_ID]'"), "T", "T"),
     ):
         template = ChatTemplate(source, {})
-        assert template(messages, ToolUse((TIME,), "required")) == required
-        assert template(messages, ToolUse((TIME,), "named", "time")) == named
-        assert template(messages, ToolUse((TIME,))) == "T"
-        assert (CALLS in template.schema(ToolUse((TIME,), "required"))) == (required != "T")
+        use = partial(ToolUse, (TIME,), names_first=template.names_first)
+        assert template(messages, use("required")) == required
+        assert template(messages, use("named", "time")) == named
+        assert template(messages, use()) == "T"
+        assert (CALLS in use("required").schema()) == (required != "T")
     use = ToolUse((WEATHER, TIME), "required")
     assert read('weather[ARGS]{"city": "Ulm"}[TOOL_CALLS]time[ARGS]{}', 3, use, MISTRAL) == BOTH
 
@@ -260,6 +262,7 @@ def test_a_body_with_tools_is_read() -> None:
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "expected letters, digits, _ and -"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": 3}}]}, "expected a JSON schema"),
         ({"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]}, "strict: true and tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {CALLS: {}}}}]}, "is not served here"),
         ({"tool_choice": "required"}, "there are no tools"),
         ({"tools": [TIME], "tool_choice": "sometimes"}, "expected auto, none, required or one function"),
         ({"tools": [TIME], "tool_choice": {"type": "function", "function": {"name": "b"}}}, "expected one of time"),
@@ -278,10 +281,11 @@ def test_what_is_wrong_with_tools_is_said_in_one_line(fields: dict[str, Any], wh
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("write", [ToolUse.schema, ToolUse.schema_of_names])
-def test_a_tool_whose_schema_is_not_served_says_so_and_nothing_of_the_grammar(write: Any) -> None:
+@pytest.mark.parametrize("names_first", [False, True])
+def test_a_tool_whose_schema_is_not_served_says_so_and_nothing_of_the_grammar(names_first: bool) -> None:
     pytest.importorskip("llguidance")
     mask = pytest.importorskip("tilemesh.serve.constrain.mask")
     bad = {"type": "function", "function": {"name": "a", "parameters": {"type": "array", "uniqueItems": True}}}
+    use = ToolUse((TIME, bad), "required", names_first=names_first)
     with pytest.raises(UsageError, match=r'^json_schema cannot be served: Unimplemented keys: \["uniqueItems"\]$'):
-        mask.Constraints(Bytes(), frozenset({0})).get(None, write(ToolUse((TIME, bad), "required")))
+        mask.Constraints(Bytes(), frozenset({0})).get(None, use.schema())

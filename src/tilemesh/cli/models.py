@@ -49,8 +49,10 @@ def _read(name: str) -> dict[str, Any]:
     if file.suffix == ".toml":
         others = {field.name for part in (TrainConfig, ParallelPlan) for field in settable_fields(part)}
         others = {*others, KIND, *(name for names in SECTIONS.values() for name in names)} - {MODEL}
-        data = {key: value for key, value in read_toml(file).items() if key not in others}
-        if isinstance(data.get(MODEL), dict) and "tokenizer" not in read_toml(file).get("data", ()):
+        sections = read_toml(file)
+        data = {key: value for key, value in sections.items() if key not in others}
+        text = sections.get("data")
+        if isinstance(data.get(MODEL), dict) and not (isinstance(text, dict) and "tokenizer" in text):
             data[MODEL].setdefault("vocabulary", BYTES)  # as `tilemesh train` takes it
         if not data:
             raise UsageError(f"{file} has no [model] section: expected one with layers, width, heads, ...")

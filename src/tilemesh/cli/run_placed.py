@@ -110,8 +110,8 @@ def traced_space(program: str, words: PlacingWords) -> tuple[PlacementSpace, lis
     def value(node: Node) -> Any:
         """Its own; a gradient of a result, or an optimizer's state."""
         is_drawn = node["name"].startswith("d output")
-        made = (torch.randn if is_drawn else torch.zeros)(node.shape, dtype=dtype_of(node.dtype))
-        return traced.tensors.get(node["name"], made)
+        fallback = (torch.randn if is_drawn else torch.zeros)(node.shape, dtype=dtype_of(node.dtype))
+        return traced.tensors.get(node["name"], fallback)
 
     return space, [value(node) for node in space.graph.inputs]
 

@@ -178,7 +178,7 @@ def trace_joint(
     """
     parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     # Of the same tensors: while it is traced it has others, and threads that are ranks may share a module.
-    given, owned = module, {**parameters, **buffers}
+    original, owned = module, {**parameters, **buffers}
     module = copy.deepcopy(module, {id(value): value for value in owned.values()})
     if doubled := {*call.names} & {*parameters, *buffers}:
         raise UsageError(f"{min(doubled)} is an input and a parameter: give the input by its place, in a list")
@@ -218,7 +218,7 @@ def trace_joint(
     names = [*parameters, *buffers, *call.names]
     trained = {name for name, fake in zip(names, fakes, strict=True) if fake.requires_grad}
     slopes = [number for number, has in enumerate(found["slopes"]) if has and has_gradients]
-    _require_steady(given, module)
+    _require_steady(original, module)
     lowered = lower(traced, [*names, *map(tangent_name, slopes)], convolutions=True)
     _require_read_by_name(owned, lowered.held)
     inputs, count, returned = lowered.graph.inputs, len(found["slopes"]), lowered.returned
@@ -235,8 +235,8 @@ def trace_joint(
     )  # fmt: skip
 
 
-def _require_steady(given: nn.Module, called: nn.Module) -> None:
-    for (name, before), after in zip(given.named_modules(), called.modules(), strict=False):
+def _require_steady(original: nn.Module, called: nn.Module) -> None:
+    for (name, before), after in zip(original.named_modules(), called.modules(), strict=False):
         for key, value in vars(before).items():
             if isinstance(value, int | float) and (now := vars(after).get(key)) is not value and now != value:
                 raise UsageError(

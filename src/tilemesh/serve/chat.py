@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from tilemesh.core.errors import UsageError
 from tilemesh.data.chat import Template
@@ -16,7 +15,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._template = Template({DEFAULT: source}, special_tokens)
         self._form, self._thinks = form_of(source), "</think>" in source
-        self._names_first = names_come_first(source)
+        self.names_first = names_come_first(source)
 
     def __call__(self, messages: Sequence[ChatMessage], use: ToolUse) -> str:
         """The prompt, special tokens included, up to where the assistant's answer begins, or a call."""
@@ -24,12 +23,7 @@ class ChatTemplate:
         if tools and self._form is None:
             raise UsageError("tools are given and this model's chat template shows none to it: leave them out")
         told = [{"role": message.role, "content": message.content, **message.more} for message in messages]
-        prompt = self._template.render(told, tools or None, answer_follows=True)
-        return prompt + use.begun if use.must_call and self._names_first else prompt
-
-    def schema(self, use: ToolUse) -> Mapping[str, Any]:
-        """What the answer must be where a call must come."""
-        return use.schema_of_names() if self._names_first else use.schema()
+        return self._template.render(told, tools or None, answer_follows=True) + use.begun
 
     def reader(self, use: ToolUse, prompt: str) -> AnswerReader | None:
         """What reads an answer to this prompt; None: all of it is content."""

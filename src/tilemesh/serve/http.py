@@ -271,13 +271,13 @@ class ServingApp:
 
     def _begin(self, body: bytes, chat: bool, loop: asyncio.AbstractEventLoop) -> LiveReply:
         """Read a body and hand its prompts to the engine. In a thread of the readers."""
-        asked = (read_chat if chat else read_completion)(parse_body(body, self.engine.limits.context), self.defaults)
+        parsed = parse_body(body, self.engine.limits.context)
+        names_first = self.template is not None and self.template.names_first
+        asked = read_chat(parsed, self.defaults, names_first) if chat else read_completion(parsed, self.defaults)
         for field in sorted(set(asked.ignored) - self._named)[: _MOST_NAMED - len(self._named)]:
             self._named.add(field)
             self._say(f"a request has '{field}', which is accepted and changes nothing here; it is not named again")
         wanted = replace(asked.sampling, adapter=self.adapter(asked.model))
-        if self.template is not None and asked.tools.must_call:
-            wanted = replace(wanted, json_schema=self.template.schema(asked.tools))
         asked = replace(asked, sampling=replace(wanted, max_tokens=None) if asked.shortens else wanted)
         prompts = self._prompts(asked)
         if asked.shortens and wanted.max_tokens is not None:

@@ -87,8 +87,10 @@ def read_completion(body: object, defaults: Mapping[str, Any] = MappingProxyType
     return _made(body_read)
 
 
-def read_chat(body: object, defaults: Mapping[str, Any] = MappingProxyType({})) -> AskedCompletion:
-    """A body of /v1/chat/completions."""
+def read_chat(
+    body: object, defaults: Mapping[str, Any] = MappingProxyType({}), names_first: bool = False
+) -> AskedCompletion:
+    """A body of /v1/chat/completions. `names_first`: as in `ToolUse`."""
     body_read = _read(body, _CHAT, defaults)
     if "messages" not in body_read.asked:
         raise RefusedError("messages", "messages is missing: expected a list of messages with role and content")
@@ -96,7 +98,8 @@ def read_chat(body: object, defaults: Mapping[str, Any] = MappingProxyType({})) 
     if top is not None and not wanted:
         raise RefusedError("top_logprobs", "top_logprobs is given and logprobs is not true: set logprobs to true")
     body_read.sampling["logprobs"] = (top or 0) if wanted else None
-    use = ToolUse(**{key: body_read.asked.pop(key) for key in _TOOL_FIELDS if key in body_read.asked})
+    fields = {key: body_read.asked.pop(key) for key in _TOOL_FIELDS if key in body_read.asked}
+    use = ToolUse(**fields, names_first=names_first)
     try:
         use.check()
     except UsageError as error:
@@ -201,12 +204,20 @@ def _prompt(name: str, value: Any, reading: _BodyRead) -> None:
     if _is_prompt(value):
         prompts = [value]
     elif isinstance(value, list) and len(value) > _MOST_PROMPTS:  # before each of them is looked at
-        raise RefusedError(name, f"prompt has {len(value)} prompts: expected at most {_MOST_PROMPTS}, or one of tokens")
+        raise RefusedError(name, f"{name} has {len(value)} prompts: expected at most {_MOST_PROMPTS}, or one of tokens")
     elif isinstance(value, list) and value and all(_is_prompt(prompt) for prompt in value):
         prompts = value
     else:
-        raise RefusedError(name, f"prompt is {shown(value)}: {expected}")
+        raise RefusedError(name, f"{name} is {shown(value)}: {expected}")
     reading.asked["prompts"] = tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in prompts)
+
+
+def read_prompts(name: str, value: Any) -> Sequence[str | tuple[int, ...]]:
+    """What another field than a completion's has as a prompt, or a list of them."""
+    reading = _BodyRead()
+    _prompt(name, value, reading)
+    prompts: Sequence[str | tuple[int, ...]] = reading.asked["prompts"]
+    return prompts
 
 
 def _is_prompt(value: object) -> bool:

@@ -16,7 +16,7 @@ from tilemesh.core.errors import RunError, UsageError, unknown
 from tilemesh.core.ranges import shown
 from tilemesh.serve.bodies import parse_body, read_body
 from tilemesh.serve.engine import Engine
-from tilemesh.serve.protocol import RefusedError, read_completion
+from tilemesh.serve.protocol import RefusedError, read_prompts
 from tilemesh.serve.replicas import Replicas
 from tilemesh.serve.replies import failure
 from tilemesh.serve.runner import POOLINGS
@@ -103,13 +103,12 @@ def _embed(app: Naming, body: dict[str, Any]) -> dict[str, Any]:
         raise RefusedError("encoding_format", f"encoding_format is {shown(wanted)}: expected float or base64")
     if pooling not in POOLINGS:
         raise RefusedError("pooling", f"pooling is {shown(pooling)}: expected {' or '.join(POOLINGS)}")
-    # As prompts of a completion are: a text, tokens, or a list of either.
+    prompts = read_prompts("input", _needed(body, "input", "a text or a list of texts"))
     try:
-        prompts = read_completion({"prompt": _needed(body, "input", "a text or a list of texts")}).prompts
         encoded = [engine.encode(prompt) for prompt in prompts]
         vectors = [engine.embed(tokens, pooling, adapter) for tokens in encoded]
     except UsageError as error:
-        raise RefusedError("input", str(error).replace("prompt", "input", 1)) from None
+        raise RefusedError("input", str(error)) from None
     data = [
         {"object": "embedding", "index": index, "embedding": _packed(vector) if wanted == "base64" else vector}
         for index, vector in enumerate(vectors)

@@ -76,6 +76,8 @@ class ToolUse:
     name: str = ""
     """Of the one that must be called."""
     parallel: bool = True
+    names_first: bool = False
+    """Whether the chat template writes a call as its name, a mark and its arguments."""
 
     @property
     def offered(self) -> list[Mapping[str, Any]]:
@@ -102,10 +104,15 @@ class ToolUse:
             )
 
     def schema(self) -> Mapping[str, Any]:
-        """What the answer must be: the arguments of the named tool, or a list of calls."""
-        own = self._parameters
+        """What the answer must be: the arguments of the named tool, or a list of calls. Where names come first that is
+        no JSON as a whole, so `constrain.mask` writes its grammar."""
+        own = {tool["function"]["name"]: tool["function"].get("parameters") or _NO_PARAMETERS for tool in self.tools}
+        most = _MOST_CALLS if self.parallel else 1
         if self.choice == "named":
-            return own[self.name]
+            named: Mapping[str, Any] = own[self.name]
+            return named
+        if self.names_first:
+            return {CALLS: {"tools": own, "most": most, "marks": [OPENS_CALL, OPENS_ARGUMENTS]}}
         calls = [
             {
                 "type": "object",
@@ -116,26 +123,14 @@ class ToolUse:
             for number, name in enumerate(own)
         ]
         kept = {str(number): _moved(schema, f"#/$defs/{number}") for number, schema in enumerate(own.values())}
-        return {"$defs": kept, "type": "array", "items": {"anyOf": calls}, "minItems": 1, "maxItems": self._most}
-
-    def schema_of_names(self) -> Mapping[str, Any]:
-        """The same where names come first: no JSON as a whole, so `constrain.mask` writes its grammar."""
-        if self.choice == "named":
-            return self.schema()
-        return {CALLS: {"tools": self._parameters, "most": self._most, "marks": [OPENS_CALL, OPENS_ARGUMENTS]}}
+        return {"$defs": kept, "type": "array", "items": {"anyOf": calls}, "minItems": 1, "maxItems": most}
 
     @property
     def begun(self) -> str:
-        """What the prompt ends with where names come first and a call must come."""
+        """What the prompt ends with: where names come first, of a call that must come."""
+        if not (self.names_first and self.must_call):
+            return ""
         return OPENS_CALL + (self.name + OPENS_ARGUMENTS) * (self.choice == "named")
-
-    @property
-    def _parameters(self) -> dict[str, Mapping[str, Any]]:
-        return {tool["function"]["name"]: tool["function"].get("parameters") or _NO_PARAMETERS for tool in self.tools}
-
-    @property
-    def _most(self) -> int:
-        return _MOST_CALLS if self.parallel else 1
 
 
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -166,6 +161,8 @@ def read_tool(value: Any, where: str) -> Mapping[str, Any]:
         raise UsageError(f"{where} is called {shown(function.get('name'))}: expected letters, digits, _ and -")
     if not isinstance(function.get("parameters"), dict | None):
         raise UsageError(f"{where}: parameters is {shown(function['parameters'])}: expected a JSON schema")
+    if CALLS in (function.get("parameters") or {}):
+        raise UsageError(f"{where}: parameters has '{CALLS}', which is not served here: leave it out")
     tool: Mapping[str, Any] = value
     return tool
 

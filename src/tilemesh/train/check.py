@@ -439,11 +439,11 @@ def check_job(config: TrainConfig, request: JobRequest) -> None:
                 Argument("resume"), " goes on in its own folder with its own weights: leave ", _RUN, " and ",
                 Argument("init"), " out",
             )  # fmt: skip
-        kind = folders.kind_of(resume)
+        before, kind = of_run(resume), folders.kind_of(resume)
         if kind != request.program.kind.name:
             command = ALIGN.name if kind == ALIGN.name else TRAIN.name
             raise UsageError(f"{resume} is a run of kind '{kind}': go on with `tilemesh {command} --resume {resume}`")
-        check_resumed(of_run(resume), config)
+        check_resumed(before, config)
         _check_checkpoints(Path(resume), config)
         if config.lora.rank:
             check_base(resume, config.lora.base)
