@@ -336,10 +336,10 @@ def test_weights_change_under_captured_steps_and_memory_comes_and_goes(tmp_path:
         weights = sum(parameter.nbytes for parameter in runner.model.parameters())
         pages = sum(part.nbytes for stored in runner.cache._stored.values() for part in stored.parts)
         for level, given_back in ((1, pages), (2, pages + weights)):
-            before, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+            before, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
             engine.sleep(level)
             assert before - torch.cuda.memory_allocated() >= given_back
-            assert torch.cuda.mem_get_info()[0] - free >= 0.9 * given_back
+            assert reserved - torch.cuda.memory_reserved() >= 0.9 * given_back  # others may use the same GPU
             assert not runner.ahead._captured
             torch.cuda.reset_peak_memory_stats()
             engine.wake()
