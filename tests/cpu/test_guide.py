@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from sampled import sampled
+from wrong_answers import WRONG_FUNCTIONS
 
 from tilemesh.cli.main import main
 from tilemesh.comm import run_threads
@@ -27,6 +28,7 @@ from tilemesh.core.errors import UsageError
 from tilemesh.core.step.book import build
 from tilemesh.guide import apart, attention, strategies
 from tilemesh.guide.book import PARTS, GuidePart, part_of
+from tilemesh.guide.data_parallel import exercises as data_parallel_exercises
 from tilemesh.guide.draw import every_figure
 from tilemesh.guide.exercise import Exercise, choice, function_in, listing, numeric
 from tilemesh.guide.lesson import Lesson, how_far_off, show_code, typical_factor
@@ -276,7 +278,8 @@ def exercise_id(value: Any) -> str:
 @pytest.mark.parametrize(("part", "exercise"), EXERCISES, ids=exercise_id)
 def test_every_planted_wrong_answer_gets_its_own_correction(part: GuidePart, exercise: Exercise) -> None:
     assert exercise.correct(exercise.solution) is None
-    corrections = [exercise.correct(answer) for answer in exercise.planted]
+    wrong = (*exercise.planted, *WRONG_FUNCTIONS.get(exercise.key, ()))
+    corrections = [exercise.correct(answer) for answer in wrong]
     assert len(corrections) >= 3, "an exercise knows three wrong answers at least"
     assert all(correction is not None and len(correction) > 20 for correction in corrections)
     assert len(set(corrections)) == len(corrections), "two wrong answers get the same words"
@@ -284,7 +287,7 @@ def test_every_planted_wrong_answer_gets_its_own_correction(part: GuidePart, exe
 
 @pytest.mark.parametrize(("part", "exercise"), EXERCISES, ids=exercise_id)
 def test_an_exercise_is_asked_in_its_chapter_and_named_once(part: GuidePart, exercise: Exercise) -> None:
-    assert f'lesson.exercise("{exercise.key}")' in part.script.read_text()
+    assert "lesson.exercises()" in part.script.read_text()
     assert f"`{exercise.key}`" in (ROOT / part.page).read_text()
     assert [one.key for one in part.exercises()].count(exercise.key) == 1
 
@@ -498,9 +501,17 @@ def test_what_was_returned_is_told_and_nothing_else(chapter: str, key: str, func
 
 def test_ranks_that_wait_are_not_told_how_patient_the_check_is() -> None:
     swap = next(one for one in part_of("2").exercises() if one.key == "swap")
-    said = [str(swap.correct(answer)) for answer in swap.planted]
+    said = [str(swap.correct(answer)) for answer in WRONG_FUNCTIONS["swap"]]
     assert any("has waited" in words for words in said)
     assert not any("ending the job" in words for words in said)
+
+
+def test_ranks_that_wait_in_a_collective_are_not_told_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_parallel_exercises, "PATIENCE_S", 0.2)
+    mean = next(one for one in part_of("5").exercises() if one.key == "mean_gradient")
+    said = str(mean.correct(lambda comm, total, samples: comm.all_reduce(total) if comm.rank == 0 else total))
+    assert "waited for one another" in said
+    assert "ending the job" not in said
 
 
 def test_growth_on_the_page_is_that_of_the_figures() -> None:

@@ -1,9 +1,9 @@
 """Exercises whose checks say why an answer is wrong.
 
-An exercise knows its solution, and it knows wrong answers: those that people give for a reason, each with a correction
-of its own. `correct(answer)` returns None for a right answer and the correction otherwise; an answer nobody thought of
-gets a general one. Four makers: `numeric`, `listing` (some ranks), `choice`, and `code` (a function, judged by what it
-does, never by what it looks like, in a process of its own: `apart.py`).
+An exercise knows its solution, and wrong answers that people give for a reason, each with a correction of its own.
+`correct(answer)` returns None for a right answer and the correction otherwise; an answer nobody thought of gets a
+general one. Four makers: `numeric`, `listing` (some ranks), `choice`, and `code` (a function, judged by what it does,
+never by what it looks like, in a process of its own: `apart.py`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Exercise:
     """How an answer is written."""
     solution: Any
     planted: tuple[Any, ...]
-    """Wrong answers, each of which gets a correction of its own."""
+    """Wrong answers, each of which gets a correction of its own; none for `code`."""
     correct: Correction
     read: Callable[[str], Any]
     """The answer in what a reader typed; UsageError for what cannot be one."""
@@ -159,7 +159,6 @@ def code(
     *,
     returns: str,
     solution: Callable[..., Any],
-    planted: Sequence[Callable[..., Any]],
     correct: Correction,
     explanation: str,
 ) -> Exercise:
@@ -191,7 +190,7 @@ def code(
         return AnswerFile(path)
 
     hint = f"a Python file with a function `{key}`"
-    return Exercise(key, question, hint, solution, tuple(planted), judged, read, explanation, template)
+    return Exercise(key, question, hint, solution, (), judged, read, explanation, template)
 
 
 @dataclass(frozen=True)
@@ -259,6 +258,11 @@ def _line_of(function: Callable[..., Any], error: BaseException) -> str:
 def waiting(error: RunError) -> str:
     """Who waited for whom. How patient the check was is nothing of the reader's."""
     return str(error).partition("; ending the job")[0]
+
+
+def why_not_together(error: RunError) -> str:
+    """What a failed collective means."""
+    return f"The ranks waited for one another: {waiting(error)}. All ranks must make the same collective calls."
 
 
 def why_stuck(error: RunError) -> str:

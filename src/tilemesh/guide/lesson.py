@@ -3,7 +3,7 @@
     lesson = Lesson("3")
     guess = lesson.predict("time of a 64 MiB all-reduce on 4 ranks", unit="s", model=0.04)
     lesson.show(guess, measured, limit=0.01)
-    lesson.exercise("ring_bytes")
+    lesson.exercises()
     lesson.close()
 
 The reader's guess becomes a column of the row, next to the cost model's prediction, the measurement and the limit.
@@ -188,8 +188,13 @@ class Lesson:
             text = textwrap.dedent(inspect.getsource(function)).rstrip()
             show_code(f"# {function.__module__}\n{text}", self.console)
 
+    def exercises(self) -> None:
+        """Ask all exercises of the chapter, one after the other."""
+        for exercise in self.part.exercises():
+            self.exercise(exercise.key)
+
     def exercise(self, key: str) -> None:
-        """Ask an exercise until it is right or given up; without a reader, show it and try its solution."""
+        """Ask an exercise until it is right or given up; without a reader, only show it."""
         known = {exercise.key: exercise for exercise in self.part.exercises()}
         if key not in known:
             raise unknown("exercise", key, known)

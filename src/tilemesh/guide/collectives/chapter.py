@@ -193,10 +193,7 @@ assert abs(stored / on_ring - (line_ranks - 1)) < 1e-6
 # ## Exercises
 
 # %%
-lesson.exercise("ring_bytes")
-lesson.exercise("tree_rounds")
-lesson.exercise("backward")
-lesson.exercise("ring_gather")
+lesson.exercises()
 
 # %%
 lesson.close()

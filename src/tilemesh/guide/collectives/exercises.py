@@ -67,86 +67,17 @@ BACKWARD = choice(
 
 def ring_gather(comm: Communicator, value: int) -> list[int]:
     """The solution: n-1 times, hand on what came last, and note whose it was."""
-    return _gathered(comm, value, comm.size - 1, lambda carried: _round(comm, carried, np.empty_like(carried)))
-
-
-def _gathered(comm: Communicator, value: int, rounds: int, hand_on: Callable[[Any], Any]) -> list[int]:
-    gathered, carried = [0] * comm.size, np.array([value])
-    gathered[comm.rank] = value
-    for turn in range(1, rounds + 1):
-        carried = hand_on(carried)
-        gathered[(comm.rank - turn) % comm.size] = int(carried[0])
-    return gathered
-
-
-def _round(comm: Communicator, carried: Any, arriving: Any) -> Any:
     before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
-    handles = [comm.irecv(arriving, source=before), comm.isend(carried, to=after)]
-    for handle in handles:
-        handle.wait()
-    return arriving
-
-
-def own_each_time(comm: Communicator, value: int) -> list[int]:
-    """Wrong: sends its own value in every round."""
-    own = np.array([value])
-    return _gathered(comm, value, comm.size - 1, lambda carried: _round(comm, own, np.empty_like(own)))
-
-
-def as_they_come(comm: Communicator, value: int) -> list[int]:
-    """Wrong: in the order of arrival."""
-    gathered, carried = [value], np.array([value])
-    for _ in range(comm.size - 1):
-        carried = _round(comm, carried, np.empty_like(carried))
-        gathered.append(int(carried[0]))
-    return gathered
-
-
-def one_round_short(comm: Communicator, value: int) -> list[int]:
-    """Wrong: n-2 rounds."""
-    return _gathered(comm, value, comm.size - 2, lambda carried: _round(comm, carried, np.empty_like(carried)))
-
-
-def to_everybody(comm: Communicator, value: int) -> list[int]:
-    """Wrong: right values, but every rank sends to every rank."""
-    boxes = [np.array([value]) for _ in range(comm.size)]
-    others = [rank for rank in range(comm.size) if rank != comm.rank]
-    handles = [comm.irecv(boxes[rank], source=rank) for rank in others]
-    handles += [comm.isend(np.array([value]), to=rank) for rank in others]
-    for handle in handles:
-        handle.wait()
-    return [int(box[0]) for box in boxes]
-
-
-def sends_first(comm: Communicator, value: int) -> list[int]:
-    """Wrong: a deadlock."""
-    comm.send(np.array([value]), to=(comm.rank + 1) % comm.size)
-    box = np.empty(1, np.int64)
-    comm.recv(box, source=(comm.rank - 1) % comm.size)
-    return [value, int(box[0])]
-
-
-def sends_left(comm: Communicator, value: int) -> list[int]:
-    """Wrong: right values, but no send is waited for."""
-
-    def hand_on(carried: Any) -> Any:
+    values, carried = [0] * comm.size, np.array([value])
+    values[comm.rank] = value
+    for turn in range(1, comm.size):
         box = np.empty_like(carried)
-        receiving = comm.irecv(box, source=(comm.rank - 1) % comm.size)
-        comm.isend(carried, to=(comm.rank + 1) % comm.size)
-        receiving.wait()
-        return box
-
-    return _gathered(comm, value, comm.size - 1, hand_on)
-
-
-def by_the_library(comm: Communicator, value: int) -> list[int]:
-    """Wrong: right values, but the exercise is to write it."""
-    return [int(each) for each in comm.all_gather(np.array([value]))]
-
-
-def box_of_floats(comm: Communicator, value: int) -> list[int]:
-    """Wrong: whole numbers arrive in a box of float64."""
-    return _gathered(comm, value, comm.size - 1, lambda carried: _round(comm, carried, np.empty(1)))
+        handles = [comm.irecv(box, source=before), comm.isend(carried, to=after)]
+        for handle in handles:
+            handle.wait()
+        carried = box
+        values[(comm.rank - turn) % comm.size] = int(carried[0])
+    return values
 
 
 def why_not_ring(function: Callable[[Communicator, int], Any]) -> str | None:
@@ -228,16 +159,6 @@ def ring_gather(comm, value):
     ...''',
     returns="a list with every rank's value, in the order of ranks",
     solution=ring_gather,
-    planted=(
-        own_each_time,
-        as_they_come,
-        one_round_short,
-        to_everybody,
-        sends_first,
-        sends_left,
-        by_the_library,
-        box_of_floats,
-    ),
     correct=why_not_ring,
     explanation="Add what comes instead of noting it, and you have a reduce_scatter; one after the other, an "
     "all_reduce.",

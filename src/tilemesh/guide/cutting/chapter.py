@@ -227,10 +227,7 @@ assert abs(clock.total_s / cut.seconds - 1) < 1e-9
 # ## Exercises
 
 # %%
-lesson.exercise("rows_and_k")
-lesson.exercise("one_pin")
-lesson.exercise("how_many")
-lesson.exercise("cheapest")
+lesson.exercises()
 
 # %%
 lesson.close()

@@ -91,15 +91,6 @@ def only_edges(own: Own, between: Between) -> Any:
     return cheapest([[0.0] * len(ways) for ways in own], between)
 
 
-def backwards(own: Own, between: Between) -> Any:
-    """Wrong: the rows of an edge's table taken for the operator behind it."""
-    turned = [
-        [[table[b % len(table)][a % len(table[0])] for b in range(len(table[0]))] for a in range(len(table))]
-        for table in between
-    ]
-    return cheapest(own, turned)
-
-
 def price(own: Own, between: Between, ways: Sequence[int]) -> float:
     total = sum(seconds[way] for seconds, way in zip(own, ways, strict=True))
     return total + sum(table[a][b] for table, a, b in zip(between, ways, ways[1:], strict=False))
@@ -152,7 +143,6 @@ CHEAPEST = code(
     ...''',
     returns="a list of ways, one for each operator",
     solution=cheapest,
-    planted=(each_alone, one_after_the_other, only_edges, backwards),
     correct=why_not_cheapest,
     explanation="Dynamic programming: of all beginnings that end alike, only the best can be part of the best whole. "
     "Ours does it for graphs: `parallel/choose/dynamic.py`.",

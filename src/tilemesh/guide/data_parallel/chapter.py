@@ -157,10 +157,7 @@ print(f"7.5 billion parameters on 64 GPUs, GB by stage: {[round(factor * 7.5, 2)
 # ## Exercises
 
 # %%
-lesson.exercise("types")
-lesson.exercise("global_batch")
-lesson.exercise("zero_memory")
-lesson.exercise("mean_gradient")
+lesson.exercises()
 
 # %%
 lesson.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from tilemesh.comm import Communicator, run_threads
 from tilemesh.core.errors import RunError
 from tilemesh.guide.apart import PATIENCE_S
-from tilemesh.guide.exercise import choice, code, numeric
+from tilemesh.guide.exercise import choice, code, numeric, why_not_together
 
 BATCH = numeric(
     "global_batch",
@@ -70,50 +70,24 @@ def mean_gradient(comm: Communicator, gradient_sum: Any, samples: int) -> Any:
     return total / count
 
 
-def mean_of_means(comm: Communicator, gradient_sum: Any, samples: int) -> Any:
-    """Wrong: each rank's mean weighs the same."""
-    return comm.all_reduce(gradient_sum / samples) / comm.size
-
-
-def over_ranks(comm: Communicator, gradient_sum: Any, samples: int) -> Any:
-    """Wrong: divides by the number of ranks."""
-    return comm.all_reduce(gradient_sum) / comm.size
-
-
-def never_divided(comm: Communicator, gradient_sum: Any, samples: int) -> Any:
-    """Wrong: the sum."""
-    return comm.all_reduce(gradient_sum)
-
-
-def only_mine(comm: Communicator, gradient_sum: Any, samples: int) -> Any:
-    """Wrong: no communication."""
-    return gradient_sum / samples
-
-
-def own_count(comm: Communicator, gradient_sum: Any, samples: int) -> Any:
-    """Wrong: every rank divides by its own number of samples."""
-    return comm.all_reduce(gradient_sum) / samples
-
-
-COUNTS = (5, 3, 3)
+COUNTS, OTHER_COUNTS = (5, 3, 3), (4, 3, 1)
+"""Samples of each rank; the last step of an epoch has fewer."""
 SUMS = tuple(np.array([10.0, -6.0]) * (rank + 1) for rank in range(len(COUNTS)))
 
 
 def why_not_mean(function: Callable[[Communicator, Any, int], Any]) -> str | None:
     """What is wrong with a mean over uneven shards."""
     try:
-        results = run_threads(
-            len(COUNTS),
-            lambda comm: np.array(function(comm, SUMS[comm.rank].copy(), COUNTS[comm.rank])),
-            timeout_s=PATIENCE_S,
-        )
+        results, others = _results(function, COUNTS), _results(function, OTHER_COUNTS)
     except RunError as error:
-        return f"The ranks waited for one another: {error}. All ranks must make the same collective calls."
+        return why_not_together(error)
     total = np.sum(SUMS, axis=0)
-    expected = total / sum(COUNTS)
-    if all(result.shape == expected.shape and np.allclose(result, expected) for result in results):
-        return _why_not_other_counts(function)
-    first = results[0]
+    expected, of_others = total / sum(COUNTS), total / sum(OTHER_COUNTS)
+    if _are_all(results, expected):
+        return None if _are_all(others, of_others) else (
+            f"With 5, 3 and 3 samples it is right, with 4, 3 and 1 rank 0 got {others[0].tolist()} instead of "
+            f"{of_others.tolist()}: add up the numbers of samples of all ranks instead of writing their sum down."
+        )  # fmt: skip
     means = [total / count for total, count in zip(SUMS, COUNTS, strict=True)]
     wrongs = {
         "This is the mean of the ranks' means. With 5, 3 and 3 samples a sample of rank 0 would count less than one of "
@@ -126,33 +100,23 @@ def why_not_mean(function: Callable[[Communicator, Any, int], Any]) -> str | Non
         "result.": total / COUNTS[0],
     }
     for why, value in wrongs.items():
-        if first.shape == value.shape and np.allclose(first, value):
+        if _are_all(results[:1], value):
             return why
     return (
-        f"Rank 0 got {first.tolist()}, expected {expected.tolist()}: the sum over all samples, divided by their number."
+        f"Rank 0 got {results[0].tolist()}, expected {expected.tolist()}: the sum over all samples, divided by their "
+        "number."
     )
 
 
-def eleven(comm: Communicator, gradient_sum: Any, samples: int) -> Any:
-    """Wrong: right for 5, 3 and 3 samples alone."""
-    return comm.all_reduce(gradient_sum) / 11
+def _results(function: Callable[[Communicator, Any, int], Any], counts: Sequence[int]) -> list[Any]:
+    def of_rank(comm: Communicator) -> Any:
+        return np.array(function(comm, SUMS[comm.rank].copy(), counts[comm.rank]))
+
+    return run_threads(len(counts), of_rank, timeout_s=PATIENCE_S)
 
 
-def _why_not_other_counts(function: Callable[[Communicator, Any, int], Any]) -> str | None:
-    """The same sums of other numbers of samples: the last step of an epoch has fewer."""
-    counts = (4, 3, 1)
-    results = run_threads(
-        len(counts),
-        lambda comm: np.array(function(comm, SUMS[comm.rank].copy(), counts[comm.rank])),
-        timeout_s=PATIENCE_S,
-    )
-    expected = np.sum(SUMS, axis=0) / sum(counts)
-    if all(result.shape == expected.shape and np.allclose(result, expected) for result in results):
-        return None
-    return (
-        f"With 5, 3 and 3 samples it is right, with 4, 3 and 1 rank 0 got {results[0].tolist()} instead of "
-        f"{expected.tolist()}: add up the numbers of samples of all ranks instead of writing their sum down."
-    )
+def _are_all(results: Sequence[Any], value: Any) -> bool:
+    return all(result.shape == value.shape and np.allclose(result, value) for result in results)
 
 
 MEAN = code(
@@ -166,7 +130,6 @@ def mean_gradient(comm, gradient_sum, samples):
     ...''',
     returns="the mean gradient, an array",
     solution=mean_gradient,
-    planted=(mean_of_means, over_ranks, never_divided, only_mine, own_count, eleven),
     correct=why_not_mean,
     explanation="In language models `samples` are tokens that count in the loss, and their number differs from rank to "
     "rank and microbatch to microbatch: this mistake is made in real systems.",

@@ -260,10 +260,7 @@ if device := on_gpu.gpu():
 # ## Exercises
 
 # %%
-lesson.exercise("passes")
-lesson.exercise("fused_bytes")
-lesson.exercise("slow_cnn")
-lesson.exercise("gradients")
+lesson.exercises()
 
 # %%
 lesson.close()

@@ -60,48 +60,21 @@ SLOW = choice(
 )
 
 
-def gradients(program: Program, inputs: Sequence[float]) -> Any:
+def gradients(program: Program, inputs: Sequence[float]) -> list[float]:
     """The solution: values forward, then from the last one back, adding up."""
-    return _swept(program, inputs)
-
-
-def last_reader(program: Program, inputs: Sequence[float]) -> Any:
-    """Wrong: a value that several read keeps the slope of one of them."""
-    return _swept(program, inputs, adds=False)
-
-
-def in_order(program: Program, inputs: Sequence[float]) -> Any:
-    """Wrong: from the first operator to the last."""
-    return _swept(program, inputs, backward=False)
-
-
-def own_factor(program: Program, inputs: Sequence[float]) -> Any:
-    """Wrong: the slope of x · y with respect to x taken as x."""
-    return _swept(program, inputs, other=0)
-
-
-def no_seed(program: Program, inputs: Sequence[float]) -> Any:
-    """Wrong: the last value's own slope is not 1."""
-    return _swept(program, inputs, seed=0.0)
-
-
-def _swept(
-    program: Program, inputs: Sequence[float], *, seed: float = 1.0, backward: bool = True, adds: bool = True,
-    other: int = 1,
-) -> list[float]:  # fmt: skip
-    values = _values(program, inputs)
+    values = values_of(program, inputs)
     slopes = [0.0] * len(values)
-    slopes[-1] = seed
-    for place in reversed(range(len(program))) if backward else range(len(program)):
+    slopes[-1] = 1.0
+    for place in reversed(range(len(program))):
         op, operands = program[place]
         x = [values[each] for each in operands]
         for at, operand in enumerate(operands):
-            partial = 1.0 if op == "add" else x[abs(other - at)] if op == "multiply" else math.cos(x[0])
-            slopes[operand] = (slopes[operand] if adds else 0.0) + slopes[len(inputs) + place] * partial
+            partial = 1.0 if op == "add" else x[1 - at] if op == "multiply" else math.cos(x[0])
+            slopes[operand] += slopes[len(inputs) + place] * partial
     return slopes[: len(inputs)]
 
 
-def _values(program: Program, inputs: Sequence[Any]) -> list[Any]:
+def values_of(program: Program, inputs: Sequence[Any]) -> list[Any]:
     values = list(inputs)
     for op, operands in program:
         x = [values[each] for each in operands]
@@ -134,7 +107,7 @@ def why_wrong(function: Callable[[Any, Any], Any]) -> str | None:
         right = []
         for at in range(2):
             moved = [complex(value, 1e-30 if at == each else 0.0) for each, value in enumerate(inputs)]
-            right.append(complex(_values(case, moved)[-1]).imag / 1e-30)
+            right.append(complex(values_of(case, moved)[-1]).imag / 1e-30)
         task = f"{words} at x = {inputs[0]:.3f}, y = {inputs[1]:.3f}"
         if len(answer) != 2:
             return f"{task}: {len(answer)} slopes: expected one for each of the 2 inputs."
@@ -164,7 +137,6 @@ def gradients(program, inputs):
     ...''',
     returns="a list of slopes, one for each input",
     solution=gradients,
-    planted=(last_reader, in_order, own_factor, no_seed),
     correct=why_wrong,
     explanation="Reverse mode in ten lines. `graph/derive.py` does the same, but writes the slopes down as more of the "
     "program instead of computing them.",

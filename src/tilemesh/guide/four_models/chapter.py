@@ -110,10 +110,7 @@ assert wrong > 10 > right
 # ## Exercises
 
 # %%
-lesson.exercise("hold_70b")
-lesson.exercise("lora")
-lesson.exercise("longer")
-lesson.exercise("ppo_step")
+lesson.exercises()
 
 # %%
 lesson.close()

@@ -62,55 +62,6 @@ def ppo_step(actor: Any, critic: Any, reward: Any, reference: Any, prompts: Any,
     return answers
 
 
-def ratio_is_one(actor: Any, critic: Any, reward: Any, reference: Any, prompts: Any, epochs: int) -> Any:
-    """Wrong: "old" log-probabilities are computed anew in every epoch."""
-    answers = actor.draw(prompts)
-    scores, before, values = reward.score(answers), reference.logprobs(answers), critic.values(answers)
-    for _ in range(epochs):
-        actor.update(answers, scores, values, actor.logprobs(answers), before)
-        critic.update(answers, scores, values)
-    return answers
-
-
-def values_move(actor: Any, critic: Any, reward: Any, reference: Any, prompts: Any, epochs: int) -> Any:
-    """Wrong: what was to be expected is computed after the critic has seen the answers."""
-    answers = actor.draw(prompts)
-    scores, before, old = reward.score(answers), reference.logprobs(answers), actor.logprobs(answers)
-    for _ in range(epochs):
-        values = critic.values(answers)
-        actor.update(answers, scores, values, old, before)
-        critic.update(answers, scores, values)
-    return answers
-
-
-def no_reference(actor: Any, critic: Any, reward: Any, reference: Any, prompts: Any, epochs: int) -> Any:
-    """Wrong: the KL is taken to the actor itself."""
-    answers = actor.draw(prompts)
-    scores, old, values = reward.score(answers), actor.logprobs(answers), critic.values(answers)
-    for _ in range(epochs):
-        actor.update(answers, scores, values, old, old)
-        critic.update(answers, scores, values)
-    return answers
-
-
-def critic_forgotten(actor: Any, critic: Any, reward: Any, reference: Any, prompts: Any, epochs: int) -> Any:
-    """Wrong: only the actor is trained."""
-    answers = actor.draw(prompts)
-    scores, before = reward.score(answers), reference.logprobs(answers)
-    old, values = actor.logprobs(answers), critic.values(answers)
-    for _ in range(epochs):
-        actor.update(answers, scores, values, old, before)
-    return answers
-
-
-def draws_again(actor: Any, critic: Any, reward: Any, reference: Any, prompts: Any, epochs: int) -> Any:
-    """Wrong: new answers in every epoch."""
-    answers = None
-    for _ in range(epochs):
-        answers = ppo_step(actor, critic, reward, reference, prompts, 1)
-    return answers
-
-
 class _Watched:
     """A model that says of everything it gives who gave it, how often it had been trained, and from what."""
 
@@ -186,7 +137,6 @@ STEP = code(
     ...''',
     returns="the answers",
     solution=ppo_step,
-    planted=(ratio_is_one, values_move, no_reference, critic_forgotten, draws_again),
     correct=why_not_step,
     explanation="tilemesh's is `align/source.py` and `align/objective.py`: the same order, with ranks and an engine.",
 )

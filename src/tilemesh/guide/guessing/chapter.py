@@ -130,10 +130,7 @@ assert gain < 1
 # ## Exercises
 
 # %%
-lesson.exercise("per_pass")
-lesson.exercise("with_cost")
-lesson.exercise("loses")
-lesson.exercise("verify")
+lesson.exercises()
 
 # %%
 lesson.close()

@@ -59,46 +59,6 @@ Rows = Sequence[Sequence[float]]
 Uniform = Callable[[], float]
 
 
-def always_stays(target: Rows, draft: Rows, guesses: Sequence[int], uniform: Uniform) -> Any:
-    """Wrong: takes every guess."""
-    return [*guesses, pick(target[-1], uniform())]
-
-
-def replaced_from_target(target: Rows, draft: Rows, guesses: Sequence[int], uniform: Uniform) -> Any:
-    """Wrong: a rejected guess is replaced by a token of the large model's own distribution."""
-    tokens: list[int] = []
-    for place, guess in enumerate(guesses):
-        if uniform() * draft[place][guess] >= target[place][guess]:
-            return [*tokens, pick(target[place], uniform())]
-        tokens.append(guess)
-    return [*tokens, pick(target[-1], uniform())]
-
-
-def goes_on(target: Rows, draft: Rows, guesses: Sequence[int], uniform: Uniform) -> Any:
-    """Wrong: goes on behind a guess that was replaced."""
-    tokens: list[int] = []
-    for place, guess in enumerate(guesses):
-        tokens += verify([target[place]] * 2, [draft[place]], [guess], uniform)[:1]
-    return [*tokens, pick(target[-1], uniform())]
-
-
-def no_bonus(target: Rows, draft: Rows, guesses: Sequence[int], uniform: Uniform) -> Any:
-    """Wrong: where all guesses stay, the token behind them is left out."""
-    tokens = verify(target, draft, guesses, uniform)
-    return tokens[: len(guesses)]
-
-
-def likeliest_only(target: Rows, draft: Rows, guesses: Sequence[int], uniform: Uniform) -> Any:
-    """Wrong: a guess stays if it is the large model's likeliest token."""
-    tokens = []
-    for place, guess in enumerate(guesses):
-        best = max(range(len(target[place])), key=target[place].__getitem__)
-        tokens.append(best)
-        if guess != best:
-            return tokens
-    return [*tokens, pick(target[-1], uniform())]
-
-
 SAMPLES = 12_000
 MOST_APART = 60.0
 """Of a chi-squared sum with 15 degrees of freedom: chance goes beyond it once in three million."""
@@ -161,7 +121,6 @@ VERIFY = code(
     ...''',
     returns="a list of tokens",
     solution=verify,
-    planted=(always_stays, replaced_from_target, goes_on, no_bonus, likeliest_only),
     correct=why_not_exact,
     explanation="The engine does it on the device for all requests of a step: `serve/speculate.py`, `serve/draft.py`.",
 )

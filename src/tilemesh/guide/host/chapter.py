@@ -158,10 +158,7 @@ assert sum(event.count for event in events) >= operators
 # ## Exercises
 
 # %%
-lesson.exercise("share")
-lesson.exercise("kernels")
-lesson.exercise("profile")
-lesson.exercise("timeline")
+lesson.exercises()
 
 # %%
 lesson.close()

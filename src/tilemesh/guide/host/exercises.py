@@ -55,32 +55,6 @@ PROFILE = choice(
 Times = Sequence[float]
 
 
-def adds_both(host: Times, device: Times, waits: Sequence[bool]) -> Any:
-    """Wrong: nothing overlaps."""
-    return timeline(host, device, [True] * len(waits))
-
-
-def never_waits(host: Times, device: Times, waits: Sequence[bool]) -> Any:
-    """Wrong: the host reads a result before it is there."""
-    return timeline(host, device, [False] * len(waits))
-
-
-def two_at_once(host: Times, device: Times, waits: Sequence[bool]) -> Any:
-    """Wrong: a kernel begins when it is launched, although another runs."""
-    at, spans = 0.0, list[tuple[float, float]]()
-    for launch, run, wait in zip(host, device, waits, strict=True):
-        at += launch
-        spans.append((at, at + run))
-        if wait:
-            at = max(end for _, end in spans)
-    return spans
-
-
-def device_only(host: Times, device: Times, waits: Sequence[bool]) -> Any:
-    """Wrong: launches take no time."""
-    return timeline([0.0] * len(host), device, waits)
-
-
 def why_not_timeline(function: Callable[[Times, Times, Sequence[bool]], Any]) -> str | None:
     """Hold it to the rules, one by one, on random steps."""
     draw = random.Random(1)
@@ -123,7 +97,6 @@ TIMELINE = code(
     ...''',
     returns="a list of (begin, end)",
     solution=timeline,
-    planted=(adds_both, never_waits, two_at_once, device_only),
     correct=why_not_timeline,
     explanation="The planner's clock of serving (`plan/serving_clock.py`) and the simulator's `launching` rest on it.",
 )

@@ -167,10 +167,7 @@ assert len(record.output) == 8
 # ## Exercises
 
 # %%
-lesson.exercise("kv_size")
-lesson.exercise("sequences")
-lesson.exercise("hash_chain")
-lesson.exercise("page_allocator")
+lesson.exercises()
 
 # %%
 lesson.close()

@@ -106,71 +106,6 @@ def page_allocator(pages: int, page_tokens: int) -> Any:
     return Pages(pages, page_tokens)
 
 
-class _WritesShared(Pages):
-    def append(self, name: str) -> Any:
-        table = self.tables.get(name, [])
-        users = self.users[table[-1]] if table else 0
-        if table:
-            self.users[table[-1]] = 1
-        result = super().append(name)
-        if table:
-            self.users[table[-1] if result and result[1] else table[-2 if result else -1]] = users
-        return result
-
-
-class _FreesShared(Pages):
-    def free(self, name: str) -> None:
-        for page in self.tables.get(name, []):
-            self.users[page] = 1
-        super().free(name)
-
-
-class _Leaks(Pages):
-    def append(self, name: str) -> Any:
-        result = super().append(name)
-        if result and result[2] is not None:
-            self.users[result[2]] += 1  # the copied page keeps a user that it no longer has
-        return result
-
-
-class _CopiesAll(Pages):
-    def fork(self, name: str, other: str) -> None:
-        copies = [self._take() for _ in self.tables[name] if self.free_pages]
-        self.tables[other], self.tokens[other] = copies, self.tokens[name]
-
-
-class _OnePerToken(Pages):
-    def append(self, name: str) -> Any:
-        if not self.free_pages:  # asks for a page although the last has room
-            return None
-        return super().append(name)
-
-
-def writes_shared(pages: int, page_tokens: int) -> Any:
-    """Wrong: writes into a page that another still reads."""
-    return _WritesShared(pages, page_tokens)
-
-
-def frees_shared(pages: int, page_tokens: int) -> Any:
-    """Wrong: gives a page back while another uses it."""
-    return _FreesShared(pages, page_tokens)
-
-
-def leaks(pages: int, page_tokens: int) -> Any:
-    """Wrong: a page that was copied is never free again."""
-    return _Leaks(pages, page_tokens)
-
-
-def copies_all(pages: int, page_tokens: int) -> Any:
-    """Wrong: a fork copies every page."""
-    return _CopiesAll(pages, page_tokens)
-
-
-def one_per_token(pages: int, page_tokens: int) -> Any:
-    """Wrong: refuses a token although the last page has room."""
-    return _OnePerToken(pages, page_tokens)
-
-
 def why_not_pages(function: Callable[[int, int], Any]) -> str | None:
     """300 lives of random appends, forks and ends; what lies in each page is kept here and compared."""
     for seed in range(300):
@@ -273,7 +208,6 @@ ALLOCATOR = code(
     ...''',
     returns="an object with append, fork, free and table",
     solution=page_allocator,
-    planted=(writes_shared, frees_shared, leaks, copies_all, one_per_token),
     correct=why_not_pages,
     explanation="tilemesh's is `serve/pages.py`, with one thing more: a full page that nobody uses is kept until its "
     "place is needed, so that a later prompt finds it.",

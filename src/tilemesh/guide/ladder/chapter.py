@@ -211,11 +211,7 @@ print("FLOP per byte asked for:", {rung.key: round(times.intensity(rung, 4096), 
 # ## Exercises
 
 # %%
-lesson.exercise("blocks")
-lesson.exercise("register_reads")
-lesson.exercise("halo")
-lesson.exercise("bank_passes")
-lesson.exercise("barrier")
+lesson.exercises()
 
 # %%
 lesson.close()

@@ -201,11 +201,7 @@ print(
 # ## Exercises
 
 # %%
-lesson.exercise("offset")
-lesson.exercise("cache_reads")
-lesson.exercise("intensity")
-lesson.exercise("sharing")
-lesson.exercise("strides_of")
+lesson.exercises()
 
 # %%
 lesson.close()

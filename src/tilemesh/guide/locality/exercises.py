@@ -114,7 +114,6 @@ STRIDES_OF = code(
     "def strides_of(shape):\n    # strides_of((4, 5)) is (5, 1)\n    ...\n",
     returns="the strides, a tuple of whole numbers",
     solution=_right_strides,
-    planted=(_in_bytes, _column_major, _shapes),
     correct=_wrong_strides,
     explanation="The last dim has stride 1, each one before it the product of the lengths behind.",
 )

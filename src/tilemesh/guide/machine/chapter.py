@@ -210,10 +210,7 @@ assert calls["aten::mm"] == 3  # backward: two weight gradients, one gradient of
 # ## Exercises
 
 # %%
-lesson.exercise("cycles")
-lesson.exercise("amdahl")
-lesson.exercise("bound")
-lesson.exercise("bound_time")
+lesson.exercises()
 
 # %%
 lesson.close()

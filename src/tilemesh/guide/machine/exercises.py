@@ -112,7 +112,6 @@ ROOF = code(
     ...''',
     returns="the time in seconds, a number",
     solution=bound_time,
-    planted=(added, shorter, only_flops, a_rate),
     correct=why_not_bound,
     explanation="`core/cost.py` is this function with counted work and measured ceilings; every limit in this "
     "project is it.",

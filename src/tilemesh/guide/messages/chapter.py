@@ -181,10 +181,7 @@ print(f"bandwidth of the large one: {rates[0]}; of the small one: {rates[1]}")
 # ## Exercises
 
 # %%
-lesson.exercise("token")
-lesson.exercise("waits")
-lesson.exercise("buffer")
-lesson.exercise("swap")
+lesson.exercises()
 
 # %%
 lesson.close()

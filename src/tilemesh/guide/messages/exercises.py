@@ -73,53 +73,6 @@ def swap(comm: Communicator, mine: Any, other: int) -> Any:
     return theirs
 
 
-def send_first(comm: Communicator, mine: Any, other: int) -> Any:
-    """Wrong: a deadlock."""
-    theirs = np.empty_like(mine)
-    comm.send(mine, to=other)
-    comm.recv(theirs, source=other)
-    return theirs
-
-
-def no_wait(comm: Communicator, mine: Any, other: int) -> Any:
-    """Wrong: returns before the message is there."""
-    theirs = np.full_like(mine, -1)
-    comm.irecv(theirs, source=other)
-    seen = theirs.copy()
-    comm.isend(mine, to=other)
-    return seen
-
-
-def send_left(comm: Communicator, mine: Any, other: int) -> Any:
-    """Wrong: begins a send and never waits for it."""
-    theirs = np.empty_like(mine)
-    receiving = comm.irecv(theirs, source=other)
-    comm.isend(mine, to=other)
-    receiving.wait()
-    return theirs
-
-
-def own_box(comm: Communicator, mine: Any, other: int) -> Any:
-    """Wrong: puts what came into the array that was sent."""
-    mine[...] = swap(comm, mine, other)
-    return mine
-
-
-def nothing_sent(comm: Communicator, mine: Any, other: int) -> Any:
-    """Wrong: one direction only."""
-    if comm.rank < other:
-        comm.send(mine, to=other)
-        return mine
-    theirs = np.empty_like(mine)
-    comm.recv(theirs, source=other)
-    return theirs
-
-
-def by_a_collective(comm: Communicator, mine: Any, other: int) -> Any:
-    """Wrong: every rank gets every array, and keeps one."""
-    return comm.all_gather(mine).reshape(comm.size, -1)[other]
-
-
 class Swapped(NamedTuple):
     """What one rank saw of a try."""
 
@@ -194,7 +147,6 @@ def swap(comm, mine, other):
     ...''',
     returns="the array that came from the other rank",
     solution=swap,
-    planted=(send_first, no_wait, send_left, own_box, nothing_sent, by_a_collective),
     correct=why_not_swap,
     explanation="Most programs do it by irecv and isend and then two waits. The pair is called a *sendrecv*: rings "
     "are made of it.",

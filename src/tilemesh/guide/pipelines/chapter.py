@@ -174,10 +174,7 @@ for model, cluster, tokens in (
 # ## Exercises
 
 # %%
-lesson.exercise("throughput")
-lesson.exercise("latency")
-lesson.exercise("bubble")
-lesson.exercise("one_f_one_b")
+lesson.exercises()
 
 # %%
 lesson.close()

@@ -74,33 +74,6 @@ def one_f_one_b(rank: int, stages: int, microbatches: int) -> list[str]:
     return order
 
 
-def all_forward_first(rank: int, stages: int, microbatches: int) -> list[str]:
-    """Wrong: GPipe."""
-    return [f"{kind}{microbatch}" for kind in "FB" for microbatch in range(microbatches)]
-
-
-def no_warm_up(rank: int, stages: int, microbatches: int) -> list[str]:
-    """Wrong: one forward, one backward on every rank: only one microbatch is under way."""
-    return [f"{kind}{microbatch}" for microbatch in range(microbatches) for kind in "FB"]
-
-
-def same_everywhere(rank: int, stages: int, microbatches: int) -> list[str]:
-    """Wrong: the same number of forward passes ahead on every rank."""
-    return one_f_one_b(0, stages, microbatches)
-
-
-def last_backwards_missing(rank: int, stages: int, microbatches: int) -> list[str]:
-    """Wrong: stops when there is no forward pass left."""
-    order = one_f_one_b(rank, stages, microbatches)
-    last = order.index(f"F{microbatches - 1}")
-    return order[: last + 2]
-
-
-def backward_first(rank: int, stages: int, microbatches: int) -> list[str]:
-    """Wrong: a backward pass before the forward pass of the same microbatch."""
-    return [f"{kind}{microbatch}" for microbatch in range(microbatches) for kind in "BF"]
-
-
 def why_not_1f1b(function: Callable[[int, int, int], Any]) -> str | None:
     """What is wrong with a schedule: proved, timed and measured like those that tilemesh runs."""
     stages, microbatches = 4, 8
@@ -182,7 +155,6 @@ SCHEDULE = code(
     ...''',
     returns="a list of passes, such as ['F0', 'B0']",
     solution=one_f_one_b,
-    planted=(all_forward_first, no_warm_up, same_everywhere, last_backwards_missing, backward_first),
     correct=why_not_1f1b,
     explanation="tilemesh's own is `core/step/schedules/one_f_one_b.py`; one checker, clock and drawing serve both.",
 )

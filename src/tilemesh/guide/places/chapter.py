@@ -106,10 +106,7 @@ for kind in ("colocated", "split", "one-step-off"):
 # ## Exercises
 
 # %%
-lesson.exercise("split_step")
-lesson.exercise("stale")
-lesson.exercise("received")
-lesson.exercise("best_split")
+lesson.exercises()
 
 # %%
 lesson.close()

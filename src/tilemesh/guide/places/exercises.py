@@ -58,26 +58,6 @@ def best_split(ranks: int, draw: float, update: float, least_training: int) -> i
                key=lambda drawing: max(draw / drawing, update / (ranks - drawing)))  # fmt: skip
 
 
-def halves(ranks: int, draw: float, update: float, least_training: int) -> Any:
-    """Wrong: half and half."""
-    return ranks // 2
-
-
-def by_share_down(ranks: int, draw: float, update: float, least_training: int) -> Any:
-    """Wrong: the share of the work, always rounded down, whatever fits."""
-    return max(1, int(ranks * draw / (draw + update)))
-
-
-def most_drawing(ranks: int, draw: float, update: float, least_training: int) -> Any:
-    """Wrong: as few ranks for training as fit."""
-    return ranks - least_training
-
-
-def one_after_the_other(ranks: int, draw: float, update: float, least_training: int) -> Any:
-    """Wrong: the least sum, as if the two took turns."""
-    return min(range(1, ranks - least_training + 1), key=lambda drawing: draw / drawing + update / (ranks - drawing))
-
-
 def why_not_best(function: Callable[[int, float, float, int], Any]) -> str | None:
     """Compare the step's seconds with the best of all splits."""
     chance = random.Random(0)
@@ -113,7 +93,6 @@ BEST = code(
     ...''',
     returns="a whole number of ranks",
     solution=best_split,
-    planted=(halves, by_share_down, most_drawing, one_after_the_other),
     correct=why_not_best,
     explanation="The planner does the same over layouts, with memory and a clock of each: `plan/placements.py`.",
 )

@@ -154,10 +154,7 @@ assert abs(estimates["k2"] - exact) > 1e-3
 # ## Exercises
 
 # %%
-lesson.exercise("leave_one_out")
-lesson.exercise("clip_value")
-lesson.exercise("why_baseline")
-lesson.exercise("advantages")
+lesson.exercises()
 
 # %%
 lesson.close()

@@ -60,33 +60,6 @@ def advantages(rewards: Sequence[float], values: Sequence[float], discount: floa
     return result[::-1]
 
 
-def no_values(rewards: Sequence[float], values: Sequence[float], discount: float, decay: float) -> Any:
-    """Wrong: sums of rewards, without a critic."""
-    return advantages(rewards, [0.0] * len(values), discount, decay)
-
-
-def one_step(rewards: Sequence[float], values: Sequence[float], discount: float, decay: float) -> Any:
-    """Wrong: λ = 0 whatever was asked for."""
-    return advantages(rewards, values, discount, 0.0)
-
-
-def everything(rewards: Sequence[float], values: Sequence[float], discount: float, decay: float) -> Any:
-    """Wrong: λ = 1 whatever was asked for."""
-    return advantages(rewards, values, discount, 1.0)
-
-
-def not_discounted(rewards: Sequence[float], values: Sequence[float], discount: float, decay: float) -> Any:
-    """Wrong: forgets the discount."""
-    return advantages(rewards, values, 1.0, decay)
-
-
-def value_goes_on(rewards: Sequence[float], values: Sequence[float], discount: float, decay: float) -> Any:
-    """Wrong: after the last token its own value follows once more."""
-    longer = advantages([*rewards, 0.0], [*values, values[-1]], discount, decay)[:-1]
-    extra = [(discount * decay) ** (len(rewards) - place) * values[-1] for place in range(len(rewards))]
-    return [one + more for one, more in zip(longer, extra, strict=True)]
-
-
 def why_not_gae(function: Callable[..., Any]) -> str | None:
     """Compare with the definition: A_t is the sum of (γλ)^k (r + γ V(next) - V) over what follows."""
     draw = random.Random(0)
@@ -130,7 +103,6 @@ ADVANTAGES = code(
     ...''',
     returns="a list of numbers",
     solution=advantages,
-    planted=(no_values, one_step, everything, not_discounted, value_goes_on),
     correct=why_not_gae,
     explanation="tilemesh's is `align/formulas/advantages.py`: the same, for all answers of a batch at once.",
 )

@@ -150,10 +150,7 @@ assert by_rank[6] == {"row": [4, 5, 6, 7], "column": [2, 6]}
 # A wrong answer is told why it is wrong.
 
 # %%
-lesson.exercise("world_sum")
-lesson.exercise("memory")
-lesson.exercise("column")
-lesson.exercise("groups_of")
+lesson.exercises()
 
 # %%
 lesson.close()

@@ -77,18 +77,6 @@ def data_major(rank: int, dp: int, tp: int) -> Groups:
     return [index * dp + row for index in range(tp)], [place * dp + index for index in range(dp)]
 
 
-def other_order(rank: int, dp: int, tp: int) -> Groups:
-    """Wrong: the two groups swapped."""
-    tensor, data = groups_of(rank, dp, tp)
-    return data, tensor
-
-
-def without_me(rank: int, dp: int, tp: int) -> Groups:
-    """Wrong: leaves the rank itself out."""
-    tensor, data = groups_of(rank, dp, tp)
-    return [other for other in tensor if other != rank], [other for other in data if other != rank]
-
-
 def local_numbers(rank: int, dp: int, tp: int) -> Groups:
     """Wrong: numbers inside the group instead of ranks of the world."""
     return list(range(tp)), list(range(dp))
@@ -135,7 +123,6 @@ GROUPS = code(
     ...''',
     returns="two lists of ranks: the tensor-parallel group, then the data-parallel group",
     solution=groups_of,
-    planted=(data_major, other_order, without_me, local_numbers),
     correct=why_not_groups,
     explanation="tilemesh's own version, `core/axes.py`, does the same for any number of axes.",
 )

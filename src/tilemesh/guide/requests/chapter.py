@@ -207,10 +207,7 @@ for batch in (1, 4, 16):
 # ## Exercises
 
 # %%
-lesson.exercise("batch_for_budget")
-lesson.exercise("little")
-lesson.exercise("why_decode")
-lesson.exercise("next_step")
+lesson.exercises()
 
 # %%
 lesson.close()

@@ -117,45 +117,6 @@ def next_step(requests: Views, free_pages: Sequence[int], page_tokens: int, budg
     return step
 
 
-def without_promises(requests: Views, free_pages: Sequence[int], page_tokens: int, budget: int) -> Any:
-    """Wrong: begins whatever fits just now, so that all hold pages and nobody gets the next."""
-    free, step, left = list(free_pages), dict[str, Any](), budget
-    for one in requests:
-        count = min(one.known - one.done, left)
-        lacking = -(-(one.done + count) // page_tokens) - len(one.pages)
-        if count and lacking <= len(free):
-            step[one.name], left = (count, [free.pop() for _ in range(lacking)]), left - count
-    return step
-
-
-def same_page(requests: Views, free_pages: Sequence[int], page_tokens: int, budget: int) -> Any:
-    """Wrong: does not take a page off the list that it gives away."""
-    step = next_step(requests, free_pages, page_tokens, budget)
-    return {name: (count, list(free_pages[: len(pages)])) for name, (count, pages) in step.items()}
-
-
-def newest_first(requests: Views, free_pages: Sequence[int], page_tokens: int, budget: int) -> Any:
-    """Wrong: whoever came last begins first."""
-    return next_step(sorted(requests, key=lambda one: (not one.pages, -int(one.name))), free_pages, page_tokens, budget)
-
-
-def prompts_in_one_step(requests: Views, free_pages: Sequence[int], page_tokens: int, budget: int) -> Any:
-    """Wrong: computes prompts whole, whatever the budget."""
-    return next_step(requests, free_pages, page_tokens, 10**6)
-
-
-def forgets_the_rest(requests: Views, free_pages: Sequence[int], page_tokens: int, budget: int) -> Any:
-    """Wrong: after its first chunk a prompt is taken to be done."""
-    going = [one for one in requests if not one.pages or one.known - one.done == 1]
-    return next_step(going, free_pages, page_tokens, budget)
-
-
-def one_batch_at_a_time(requests: Views, free_pages: Sequence[int], page_tokens: int, budget: int) -> Any:
-    """Wrong: a static batch: nobody begins before all that run have ended."""
-    going = [one for one in requests if one.pages]
-    return next_step(going or requests, free_pages, page_tokens, budget)
-
-
 def random_case(seed: int) -> LoadCase:
     draw = random.Random(seed)
     page_tokens, budget = draw.choice((2, 4, 8)), draw.choice((8, 12, 24))
@@ -300,9 +261,6 @@ SCHEDULER = code(
     ...''',
     returns="a dictionary such as {'0': (8, [3, 4])}",
     solution=next_step,
-    planted=(
-        without_promises, same_page, newest_first, prompts_in_one_step, forgets_the_rest, one_batch_at_a_time,
-    ),
     correct=why_not_scheduled,
     explanation="tilemesh's own is `serve/scheduler.py`: it also lends pages that are not needed yet and takes them "
     "back from the newest request, which is computed again later.",

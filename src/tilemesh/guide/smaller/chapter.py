@@ -145,10 +145,7 @@ assert torch.isfinite(torch.tensor([result.loss for result in results.values()])
 # ## Exercises
 
 # %%
-lesson.exercise("bits_per_weight")
-lesson.exercise("levels")
-lesson.exercise("zeros")
-lesson.exercise("round_groups")
+lesson.exercises()
 
 # %%
 lesson.close()

@@ -57,46 +57,6 @@ def round_groups(weights: Sequence[float], bits: int, group: int) -> list[float]
     return result
 
 
-def one_scale(weights: Sequence[float], bits: int, group: int) -> Any:
-    """Wrong: one scale for all."""
-    return round_groups(weights, bits, len(weights))
-
-
-def too_many_levels(weights: Sequence[float], bits: int, group: int) -> Any:
-    """Wrong: 2^bits steps on each side."""
-    return round_groups(weights, bits + 1, group)
-
-
-def rounds_down(weights: Sequence[float], bits: int, group: int) -> Any:
-    """Wrong: cuts off instead of rounding."""
-    most, result = 2 ** (bits - 1) - 1, []
-    for first in range(0, len(weights), group):
-        part = weights[first : first + group]
-        scale = max(map(abs, part)) / most
-        result += [int(weight / scale) * scale if scale else 0.0 for weight in part]
-    return result
-
-
-def returns_codes(weights: Sequence[float], bits: int, group: int) -> Any:
-    """Wrong: whole numbers, without their scale."""
-    most, result = 2 ** (bits - 1) - 1, []
-    for first in range(0, len(weights), group):
-        part = weights[first : first + group]
-        scale = max(map(abs, part)) / most
-        result += [float(round(weight / scale)) if scale else 0.0 for weight in part]
-    return result
-
-
-def divides_by_zero(weights: Sequence[float], bits: int, group: int) -> Any:
-    """Wrong: a group of zeros has no scale."""
-    most, result = 2 ** (bits - 1) - 1, list[float]()
-    for first in range(0, len(weights), group):
-        part = weights[first : first + group]
-        scale = max(map(abs, part)) / most
-        result += [round(weight / scale) * scale for weight in part]
-    return result
-
-
 def why_not_rounded(function: Callable[[Sequence[float], int, int], Any]) -> str | None:
     """Compare with the nearest level of each group."""
     draw = random.Random(0)
@@ -137,7 +97,6 @@ ROUND = code(
     ...''',
     returns="a list of numbers",
     solution=round_groups,
-    planted=(one_scale, too_many_levels, rounds_down, returns_codes, divides_by_zero),
     correct=why_not_rounded,
     explanation="tilemesh's formats: `kernels/lowbit/formats.py`; what GPTQ and AWQ do better: `compress/methods.py`.",
 )

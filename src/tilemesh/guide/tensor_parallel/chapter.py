@@ -149,10 +149,7 @@ assert "layers.1.mlp" in planted[0][0][1]
 # ## Exercises
 
 # %%
-lesson.exercise("after_rows")
-lesson.exercise("why_columns_first")
-lesson.exercise("tp_traffic")
-lesson.exercise("row_linear")
+lesson.exercises()
 
 # %%
 lesson.close()

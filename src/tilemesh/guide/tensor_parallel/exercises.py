@@ -10,7 +10,7 @@ import numpy as np
 from tilemesh.comm import Communicator, run_threads
 from tilemesh.core.errors import RunError
 from tilemesh.guide.apart import PATIENCE_S
-from tilemesh.guide.exercise import choice, code, numeric, waiting
+from tilemesh.guide.exercise import choice, code, numeric, why_not_together
 
 TOKENS, WIDTH, TP = 8192, 4096, 8
 ARRAY = TOKENS * WIDTH * 2.0
@@ -69,31 +69,6 @@ def row_linear(comm: Communicator, h_part: Any, b_part: Any, bias: Any) -> Any:
     return comm.all_reduce(h_part @ b_part) + bias
 
 
-def bias_everywhere(comm: Communicator, h_part: Any, b_part: Any, bias: Any) -> Any:
-    """Wrong: every rank adds the bias before the sum."""
-    return comm.all_reduce(h_part @ b_part + bias)
-
-
-def no_sum(comm: Communicator, h_part: Any, b_part: Any, bias: Any) -> Any:
-    """Wrong: no communication."""
-    return h_part @ b_part + bias
-
-
-def gathered(comm: Communicator, h_part: Any, b_part: Any, bias: Any) -> Any:
-    """Wrong: puts the partial sums beside each other."""
-    return comm.all_gather(np.ascontiguousarray((h_part @ b_part).T)).T + np.tile(bias, comm.size)
-
-
-def averaged(comm: Communicator, h_part: Any, b_part: Any, bias: Any) -> Any:
-    """Wrong: the mean instead of the sum."""
-    return comm.all_reduce(h_part @ b_part) / comm.size + bias
-
-
-def no_bias(comm: Communicator, h_part: Any, b_part: Any, bias: Any) -> Any:
-    """Wrong: forgets the bias."""
-    return comm.all_reduce(h_part @ b_part)
-
-
 def why_not_row(function: Callable[[Communicator, Any, Any, Any], Any]) -> str | None:
     """What is wrong with a row-cut product, found on two ranks."""
     random = np.random.default_rng(1)
@@ -107,7 +82,7 @@ def why_not_row(function: Callable[[Communicator, Any, Any, Any], Any]) -> str |
     try:
         results = run_threads(2, body, timeout_s=PATIENCE_S)
     except RunError as error:
-        return f"The ranks waited for one another: {waiting(error)}. All ranks must make the same collective calls."
+        return why_not_together(error)
     z = h @ b
     if all(result.shape == z.shape and np.allclose(result, z + bias) for result in results):
         return None
@@ -138,7 +113,6 @@ LINEAR = code(
     ...''',
     returns="h·B + bias, an array",
     solution=row_linear,
-    planted=(bias_everywhere, no_sum, gathered, averaged, no_bias),
     correct=why_not_row,
     explanation="fc_o of attention and the last projection of an MLP are cut like this, and each adds its bias once.",
 )
