@@ -61,6 +61,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(start: Path, tmp_path: Path
     parts = fit(config, start, run=tmp_path / "parts", stop_after=3).folder
     fit(None, resume=parts)
     readers = [open_checkpoint(folder, None, lambda text: None) for folder in (whole, parts)]
+    assert [line["mismatch"] for line in steps_of(whole)] == [0.0] * 4  # exact
     for name in readers[0].names:
         assert torch.equal(readers[0].whole(name), readers[1].whole(name)), name
 
