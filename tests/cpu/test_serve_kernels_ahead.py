@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -114,3 +116,26 @@ def test_without_workers_or_a_list_the_model_is_read_all_the_same(monkeypatch: p
         foresee(model)
     assert len(given) == 1
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_worker_that_hangs_is_ended_and_nobody_waits_for_one_that_does_not_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[subprocess.Popen[str]] = []
+
+    def hanging(worker: compile_ahead.CompilingProcess) -> subprocess.Popen[str]:
+        if started:
+            raise OSError("no more processes")
+        sleeps = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+        started.append(subprocess.Popen(sleeps, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        return started[0]
+
+    monkeypatch.setattr(compile_ahead.CompilingProcess, "_begin", hanging)
+    monkeypatch.setattr(compile_ahead, "_WORKERS", compile_ahead.CompilingProcesses())
+    monkeypatch.setattr(compile_ahead, "_warm", lambda: None)
+    monkeypatch.setattr(compile_ahead, "JOB_S", 0.1)
+    monkeypatch.setattr(compile_ahead, "IDLE_S", 0.1)
+    with compile_ahead.AheadCompilers(1) as compilers:
+        compilers.hand_over([{"length": 1}, {"length": 2}])
+    assert compilers.done == 0
+    assert started[0].wait(timeout=60)

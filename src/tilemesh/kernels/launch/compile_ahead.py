@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 MOST_WORKERS = 8
 IDLE_S = 20.0  # after which a worker that was given nothing ends
+JOB_S = 300.0  # after which a worker that does not answer is ended: whoever waits compiles that kernel itself
 
 
 def worker_count() -> int:
@@ -161,27 +162,23 @@ class CompilingProcess(threading.Thread):
                     break
                 continue
             giver.answer(giver.wanted and self._compiled(job))
-        self._end()
+        self.process.communicate()  # with no more input it ends
 
     def _compiled(self, job: dict[str, Any]) -> bool:
-        if self.process.poll() is not None:  # it was ended from outside
-            self._end()
-            self.process = self._begin()
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        try:
-            self.process.stdin.write(json.dumps(job) + "\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            return False
-        return self.process.stdout.readline().strip() == "done"
-
-    def _end(self) -> None:
-        for stream in (self.process.stdin, self.process.stdout):
-            assert stream is not None
-            with suppress(BrokenPipeError):
-                stream.close()
-        self.process.wait()
+        with suppress(OSError):  # it ends meanwhile, or there are no more processes
+            if self.process.poll() is not None:  # it was ended from outside, or hung
+                self.process.communicate()
+                self.process = self._begin()
+            assert self.process.stdin is not None
+            assert self.process.stdout is not None
+            patience = threading.Timer(JOB_S, self.process.kill)
+            patience.start()
+            try:
+                print(json.dumps(job), file=self.process.stdin, flush=True)
+                return self.process.stdout.readline().strip() == "done"
+            finally:
+                patience.cancel()
+        return False
 
 
 _WORKERS = CompilingProcesses()
