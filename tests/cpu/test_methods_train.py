@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -472,6 +473,21 @@ def test_a_worker_whose_loss_is_no_number_ends_the_run(tmp_path: Path, monkeypat
     monkeypatch.setattr("tilemesh.train.servers.read", lambda steps: [(math.nan, math.nan)])
     with pytest.raises(RunError, match="worker 1, step 1: loss is nan"):
         train(config("train.method=server"), tmp_path / "run")
+
+
+def test_a_replica_without_an_update_meets_the_others_and_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two that step alone, one comes to no number in the step after which they average."""
+    real = steps.Stepper._gradients
+
+    def spoilt(stepper: steps.Stepper, number: int, batches: Any) -> Any:
+        done = real(stepper, number, batches)
+        return dataclasses.replace(done, norm=math.nan) if (number, stepper.laid.mesh.dp.index) == (2, 1) else done
+
+    monkeypatch.setattr(steps.Stepper, "_gradients", spoilt)
+    with pytest.raises(RunError, match="step 2: the gradient's norm is nan"):
+        train(config("train.method=local", "method.period=2", "plan.precision=fp16"), tmp_path / "run")
 
 
 def test_what_would_be_started_counts_servers() -> None:

@@ -116,7 +116,7 @@ class LocalUpdates(Bucketed):
 
     @torch.no_grad()
     def updated(self) -> None:
-        """After the optimizer's step, which a step that overflowed has not had: average where it is time."""
+        """After a step, of which the optimizer made none where gradients were NaN: average where it is time."""
         if not self._is_finished:  # weights were read
             return
         self._is_finished = False

@@ -111,8 +111,9 @@ class Stepper:
         with self.recorder.span("optimizer"):
             if math.isfinite(done.norm):
                 done = self.optimizer.update(self._rate(number), done)
-                self.gradients.updated()
                 self.scale.grow()
+            if math.isfinite(done.norm) or self.gradients.states_differ:  # others wait for replicas that made no update
+                self.gradients.updated()
             if self.gradients.states_differ and self.gradients.meets(number):
                 self.scale.meet(self.laid.mesh.dp.comm)
             self._count_gradients()
