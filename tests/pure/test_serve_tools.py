@@ -13,7 +13,7 @@ from tilemesh.data.tokenizer import Bytes
 from tilemesh.serve.chat import ChatTemplate
 from tilemesh.serve.constrain.schema import CALLS
 from tilemesh.serve.protocol import ChatMessage, RefusedError, read_chat
-from tilemesh.serve.tools import FORMS, AnswerReader, ToolUse, form_of, whole_message
+from tilemesh.serve.tools import FORMS, THINKING, AnswerReader, ToolUse, form_of, whole_message
 
 HERMES, MISTRAL, LLAMA = FORMS
 WEATHER = {
@@ -33,7 +33,7 @@ USE = ToolUse((WEATHER, TIME))
 CALL = '{"name": "weather", "arguments": {"city": "Ulm"}}'
 
 
-def read(text: str, cut: int, use: ToolUse = USE, form: Any = HERMES, **options: bool) -> list[tuple[str, str, int]]:
+def read(text: str, cut: int, use: ToolUse = USE, form: Any = HERMES, **options: Any) -> list[tuple[str, str, int]]:
     """Deltas of a text that comes in pieces, neighbours of one kind joined."""
     reader, joined = AnswerReader(use, form, **options), list[tuple[str, str, int]]()
     pieces = [text[at : at + cut] for at in range(0, len(text), cut)]
@@ -85,9 +85,11 @@ def test_each_form_is_read_however_it_is_cut(form: Any, text: str, expected: lis
 @pytest.mark.parametrize("cut", [1, 3, 1000])
 def test_reasoning_comes_apart(cut: int) -> None:
     text = f"<think>\nhm, well\n</think>\n\nGood.\n<tool_call>{CALL}</tool_call>"
-    assert read(text, cut, thinks=True) == [("reasoning", "hm, well", 0), ("content", "Good.", 0), *ULM]
-    inside = read("hm</think>yes", cut, ToolUse(), None, thinks=True, thinking=True)
+    assert read(text, cut, thinks=THINKING[0]) == [("reasoning", "hm, well", 0), ("content", "Good.", 0), *ULM]
+    inside = read("hm</think>yes", cut, ToolUse(), None, thinks=THINKING[0], thinking=True)
     assert inside == [("reasoning", "hm", 0), ("content", "yes", 0)]
+    theirs = text.replace("<think>", "[THINK]").replace("</think>", "[/THINK]")
+    assert read(theirs, cut, thinks=THINKING[1]) == [("reasoning", "hm, well", 0), ("content", "Good.", 0), *ULM]
     assert read("<think>x</think>", cut) == [("content", "<think>x</think>", 0)]  # a model that has no such marks
 
 
@@ -142,7 +144,7 @@ def test_a_call_behind_a_broken_one_is_read(broken: str, cut: int) -> None:
 @pytest.mark.parametrize("cut", [1, 3, 1000])
 def test_a_mark_of_reasoning_behind_content_is_content(cut: int) -> None:
     text = "a < b <tool and <think>no</think> more"
-    assert read(text, cut, thinks=True) == [("content", text, 0)]
+    assert read(text, cut, thinks=THINKING[0]) == [("content", text, 0)]
 
 
 @pytest.mark.parametrize("use", [USE, ToolUse((WEATHER, TIME), choice="required")])
@@ -185,7 +187,7 @@ def test_calls_that_must_come_have_their_names_first_where_the_template_writes_t
     pytest.importorskip("llguidance")
     mask = pytest.importorskip("tilemesh.serve.constrain.mask")
     known = mask.Constraints(tokenizer, frozenset({0}))
-    constraint = known.get(None, ToolUse((WEATHER, TIME), "required", names_first=True).schema())
+    constraint = known.get(None, ToolUse((WEATHER, TIME), "required", marks=("[ARGS]",)).schema())
 
     def accepts(*parts: str) -> bool:
         cursor = mask.Cursor(constraint)
@@ -203,8 +205,14 @@ def test_calls_that_must_come_have_their_names_first_where_the_template_writes_t
     assert not accepts("weather", "[ARGS]", "{}")
     assert not accepts("other", "[ARGS]", "{}")
     assert not accepts("[TOOL_CALLS]", "time", "[ARGS]", "{}")  # the prompt ends with the first mark
+    constraint = known.get(None, ToolUse((WEATHER, TIME), "required", marks=("[CALL_ID]", "[ARGS]")).schema())
+    assert accepts(
+        "weather", "[CALL_ID]", "a1B2c3D4e", *ulm[1:], "[TOOL_CALLS]", "time", "[CALL_ID]", "a" * 9, "[ARGS]", "{}"
+    )
+    assert not accepts(*ulm)
+    assert not accepts("time", "[CALL_ID]", "a1", "[ARGS]", "{}")
     for parallel, count in ((True, 8), (False, 1)):
-        schema = ToolUse((TIME,), "required", parallel=parallel, names_first=True).schema()
+        schema = ToolUse((TIME,), "required", parallel=parallel, marks=("[ARGS]",)).schema()
         constraint = known.get(None, schema)
         calls = ("time", "[ARGS]", "{}", "[TOOL_CALLS]") * 9
         assert [accepts(*calls[: 4 * number - 1]) for number in (1, count, count + 1)] == [True, True, False]
@@ -216,10 +224,11 @@ def test_the_prompt_ends_with_the_marks_of_a_call_that_must_come() -> None:
     messages = [ChatMessage("user", "a")]
     for source, required, named in (
         (first, "T[TOOL_CALLS]", "T[TOOL_CALLS]time[ARGS]"),
-        (first.replace("name", "name + '[CALL_ID]'"), "T", "T"),
+        (first.replace("name", "name + '[CALL_ID]'"), "T[TOOL_CALLS]", "T[TOOL_CALLS]time[CALL_ID]call00000[ARGS]"),
+        (first.replace("'[ARGS]'", "''"), "T", "T"),
     ):
         template = ChatTemplate(source, {})
-        use = partial(ToolUse, (TIME,), names_first=template.names_first)
+        use = partial(ToolUse, (TIME,), marks=template.marks)
         assert template(messages, use("required")) == required
         assert template(messages, use("named", "time")) == named
         assert template(messages, use()) == "T"
@@ -281,11 +290,11 @@ def test_what_is_wrong_with_tools_is_said_in_one_line(fields: dict[str, Any], wh
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("names_first", [False, True])
-def test_a_tool_whose_schema_is_not_served_says_so_and_nothing_of_the_grammar(names_first: bool) -> None:
+@pytest.mark.parametrize("marks", [(), ("[ARGS]",)])
+def test_a_tool_whose_schema_is_not_served_says_so_and_nothing_of_the_grammar(marks: tuple[str, ...]) -> None:
     pytest.importorskip("llguidance")
     mask = pytest.importorskip("tilemesh.serve.constrain.mask")
     bad = {"type": "function", "function": {"name": "a", "parameters": {"type": "array", "uniqueItems": True}}}
-    use = ToolUse((TIME, bad), "required", names_first=names_first)
+    use = ToolUse((TIME, bad), "required", marks=marks)
     with pytest.raises(UsageError, match=r'^json_schema cannot be served: Unimplemented keys: \["uniqueItems"\]$'):
         mask.Constraints(Bytes(), frozenset({0})).get(None, use.schema())

@@ -8,14 +8,14 @@ from tilemesh.core.errors import UsageError
 from tilemesh.data.chat import Template
 from tilemesh.data.tokenizer_files import DEFAULT
 from tilemesh.serve.protocol import ChatMessage
-from tilemesh.serve.tools import AnswerReader, ToolUse, form_of, names_come_first
+from tilemesh.serve.tools import THINKING, AnswerReader, ToolUse, form_of, marks_of_calls
 
 
 class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._template = Template({DEFAULT: source}, special_tokens)
-        self._form, self._thinks = form_of(source), "</think>" in source
-        self.names_first = names_come_first(source)
+        self._form, self.marks = form_of(source), marks_of_calls(source)
+        self._thinks = next((marks for marks in THINKING if marks[1] in source), None)
 
     def __call__(self, messages: Sequence[ChatMessage], use: ToolUse) -> str:
         """The prompt, special tokens included, up to where the assistant's answer begins, or a call."""
@@ -29,4 +29,5 @@ class ChatTemplate:
         """What reads an answer to this prompt; None: all of it is content."""
         if not self._thinks and not use.offered:
             return None
-        return AnswerReader(use, self._form, self._thinks, prompt.rstrip().endswith("<think>"))
+        begins = self._thinks is not None and prompt.rstrip().endswith(self._thinks[0])
+        return AnswerReader(use, self._form, self._thinks, begins)

@@ -272,8 +272,8 @@ class ServingApp:
     def _begin(self, body: bytes, chat: bool, loop: asyncio.AbstractEventLoop) -> LiveReply:
         """Read a body and hand its prompts to the engine. In a thread of the readers."""
         parsed = parse_body(body, self.engine.limits.context)
-        names_first = self.template is not None and self.template.names_first
-        asked = read_chat(parsed, self.defaults, names_first) if chat else read_completion(parsed, self.defaults)
+        marks = () if self.template is None else self.template.marks
+        asked = read_chat(parsed, self.defaults, marks) if chat else read_completion(parsed, self.defaults)
         for field in sorted(set(asked.ignored) - self._named)[: _MOST_NAMED - len(self._named)]:
             self._named.add(field)
             self._say(f"a request has '{field}', which is accepted and changes nothing here; it is not named again")

@@ -88,9 +88,9 @@ def read_completion(body: object, defaults: Mapping[str, Any] = MappingProxyType
 
 
 def read_chat(
-    body: object, defaults: Mapping[str, Any] = MappingProxyType({}), names_first: bool = False
+    body: object, defaults: Mapping[str, Any] = MappingProxyType({}), marks: tuple[str, ...] = ()
 ) -> AskedCompletion:
-    """A body of /v1/chat/completions. `names_first`: as in `ToolUse`."""
+    """A body of /v1/chat/completions. `marks`: as in `ToolUse`."""
     body_read = _read(body, _CHAT, defaults)
     if "messages" not in body_read.asked:
         raise RefusedError("messages", "messages is missing: expected a list of messages with role and content")
@@ -99,7 +99,7 @@ def read_chat(
         raise RefusedError("top_logprobs", "top_logprobs is given and logprobs is not true: set logprobs to true")
     body_read.sampling["logprobs"] = (top or 0) if wanted else None
     fields = {key: body_read.asked.pop(key) for key in _TOOL_FIELDS if key in body_read.asked}
-    use = ToolUse(**fields, names_first=names_first)
+    use = ToolUse(**fields, marks=marks)
     try:
         use.check()
     except UsageError as error:
@@ -118,19 +118,9 @@ _TOOL_FIELDS = ("tools", "choice", "name", "parallel")
 _HARMLESS = frozenset(["metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "store", "user"])
 """Fields of OpenAI's that name or file a request and change no answer."""
 _NOT_SERVED = frozenset(
-    [
-        "audio",
-        "best_of",
-        "function_call",
-        "functions",
-        "modalities",
-        "prediction",
-        "reasoning_effort",
-        "suffix",
-        "verbosity",
-        "web_search_options",
-    ]
-)
+    ["audio", "best_of", "function_call", "functions", "modalities", "prediction", "reasoning_effort", "suffix",
+     "verbosity", "web_search_options"]
+)  # fmt: skip
 """Fields of OpenAI's that are no slip of the pen for one that is served."""
 
 

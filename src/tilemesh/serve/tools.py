@@ -25,7 +25,8 @@ MOST_TOOLS = 128
 _MOST_CALLS = 8
 """In one answer that must call."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_THINKS, _THOUGHT = "<think>", "</think>"
+THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+"""Marks around reasoning; the second are Mistral's."""
 _CONSTANTS = ("const", "default", "enum", "examples")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 
@@ -40,7 +41,8 @@ class ToolForm(NamedTuple):
     """What a chat template has that writes them so."""
 
 
-OPENS_CALL, OPENS_ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
+OPENS_CALL, OPENS_ID, OPENS_ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+_ID = "call00000"  # of a call whose name is given: the prompt has it too
 FORMS = (
     ToolForm("hermes", "<tool_call>", "</tool_call>", "<tool_call>"),
     ToolForm("mistral", OPENS_CALL, "", OPENS_CALL),
@@ -60,9 +62,11 @@ def form_of(template: str) -> ToolForm | None:
     return next((form for form in FORMS if form.seen in template), None)
 
 
-def names_come_first(template: str) -> bool:
-    """Whether this chat template writes a call as a mark, its name, another mark and its arguments."""
-    return OPENS_CALL in template and OPENS_ARGUMENTS in template and "[CALL_ID]" not in template
+def marks_of_calls(template: str) -> tuple[str, ...]:
+    """The marks behind a call's name where this chat template writes it before arguments, perhaps with an id between;
+    none: calls are JSON."""
+    seen = tuple(mark for mark in (OPENS_CALL, OPENS_ID, OPENS_ARGUMENTS) if mark in template)
+    return seen[1:] if {OPENS_CALL, OPENS_ARGUMENTS} <= set(seen) else ()
 
 
 @dataclass(frozen=True)
@@ -76,8 +80,8 @@ class ToolUse:
     name: str = ""
     """Of the one that must be called."""
     parallel: bool = True
-    names_first: bool = False
-    """Whether the chat template writes a call as its name, a mark and its arguments."""
+    marks: tuple[str, ...] = ()
+    """As `marks_of_calls`."""
 
     @property
     def offered(self) -> list[Mapping[str, Any]]:
@@ -111,8 +115,8 @@ class ToolUse:
         if self.choice == "named":
             named: Mapping[str, Any] = own[self.name]
             return named
-        if self.names_first:
-            return {CALLS: {"tools": own, "most": most, "marks": [OPENS_CALL, OPENS_ARGUMENTS]}}
+        if self.marks:
+            return {CALLS: {"tools": own, "most": most, "marks": [OPENS_CALL, *self.marks]}}
         calls = [
             {
                 "type": "object",
@@ -128,9 +132,9 @@ class ToolUse:
     @property
     def begun(self) -> str:
         """What the prompt ends with: where names come first, of a call that must come."""
-        if not (self.names_first and self.must_call):
+        if not (self.marks and self.must_call):
             return ""
-        return OPENS_CALL + (self.name + OPENS_ARGUMENTS) * (self.choice == "named")
+        return OPENS_CALL + (self.name + _ID.join(self.marks)) * (self.choice == "named")
 
 
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -208,12 +212,15 @@ def delta_fields(delta: AnswerDelta) -> dict[str, Any]:
 
 
 class AnswerReader:
-    """Text in, deltas out. `thinks`: whether answers may have reasoning; `thinking`: whether this one begins in it."""
+    """Text in, deltas out. `thinks`: the marks around reasoning, if answers may have some; `thinking`: whether this one
+    begins in it."""
 
-    def __init__(self, use: ToolUse, form: ToolForm | None, thinks: bool = False, thinking: bool = False) -> None:
+    def __init__(
+        self, use: ToolUse, form: ToolForm | None, thinks: tuple[str, str] | None = None, thinking: bool = False
+    ) -> None:
         self._use, self._form = use, form if use.offered else None
         self.is_named = use.choice == "named"
-        self._thinks = thinks and not use.must_call
+        self._thinks, self._thought = thinks if thinks and not use.must_call else ("", "")
         self._state = "reasoning" if thinking and self._thinks else "content"
         self._text = ""
         self._begun = False  # whether there was content
@@ -270,13 +277,13 @@ class AnswerReader:
                 return None
         places = [(at, mark) for mark in marks if (at := self._text.find(mark)) >= 0]
         if not self._begun:  # reasoning comes first: behind content its mark is content, however the text was cut
-            places = [(at, mark) for at, mark in places if mark != _THINKS or not self._text[:at].strip()]
+            places = [(at, mark) for at, mark in places if mark != self._thinks or not self._text[:at].strip()]
         if places:
             at, mark = min(places)
             before, self._text = self._text[:at], self._text[at + len(mark) :]
             made = list(self._flush(before.rstrip()))
-            self._state = {_THINKS: "reasoning", _THOUGHT: "content"}.get(mark, "call")
-            self._skips = mark in (_THINKS, _THOUGHT)
+            self._state = {self._thinks: "reasoning", self._thought: "content"}.get(mark, "call")
+            self._skips = mark in (self._thinks, self._thought)
             return made
         sure = len(self._text) - max((_overlap(self._text, mark) for mark in marks), default=0)
         if marks:
@@ -298,9 +305,9 @@ class AnswerReader:
 
     def _marks(self) -> list[str]:
         if self._state == "reasoning":
-            return [_THOUGHT]
+            return [self._thought]
         opens = "" if self._form is None else self._form.opens
-        return [mark for mark in (_THINKS if self._thinks and not self._begun else "", opens) if mark]
+        return [mark for mark in ("" if self._begun else self._thinks, opens) if mark]
 
     def _flush(self, text: str) -> Iterator[AnswerDelta]:
         if text:

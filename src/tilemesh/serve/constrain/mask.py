@@ -165,8 +165,10 @@ class Constraints:
         return constraint
 
     def _calls(self, tools: Mapping[str, Any], most: int, marks: Sequence[str]) -> str:
-        """A grammar of calls: a tool's name, the second mark and arguments, the first mark before the next one."""
-        opens, between = map(self._mark, marks)
+        """A grammar of calls: a tool's name, the other marks, an id between two, and arguments; the first mark before
+        the next call."""
+        opens, *others = map(self._mark, marks)
+        between = " /[A-Za-z0-9]{9}/ ".join(others)
         rules = [f"start: call ({opens} call){{0,{most - 1}}}" if most > 1 else "start: call"]
         rules.append("call: " + " | ".join(f"{json.dumps(name)} {between} a{at}" for at, name in enumerate(tools)))
         for at, schema in enumerate(tools.values()):
