@@ -251,6 +251,13 @@ def test_an_adapter_is_in_all_replicas_or_in_none(folders: Path, monkeypatch: py
         with pytest.raises(RunError, match="is closed"):
             replicas.load_adapter("a0", folders / "a1")
         assert [engine.adapters["a0"].folder for engine in replicas.engines] == [str(folders / "a0")] * 2
+        with monkeypatch.context() as ended:
+            ended.setattr(first, "drop_adapter", fail)
+            with pytest.raises(RunError, match="is closed"):
+                replicas.drop_adapter("a0")
+        assert not second.adapters  # the other one serves on
+        monkeypatch.undo()
+        replicas.load_adapter("a0", folders / "a0")
         first.drop_adapter("a0")
         replicas.drop_adapter("a0")
         assert not second.adapters

@@ -182,9 +182,9 @@ class Replicas(PromptTaker):
             undo.pop_all()
 
     def drop_adapter(self, name: str) -> None:
-        """From all replicas that have it."""
-        for engine in [each for each in self.engines if name in each.adapters] or self.engines:
-            engine.drop_adapter(name)
+        """From all replicas that have it, also where one of them can do nothing more."""
+        having = [engine for engine in self.engines if name in engine.adapters] or self.engines
+        self._each(lambda engine: engine.drop_adapter(name) if engine in having else None)
 
     def embed(self, prompt: Prompt, pooling: str = "mean", adapter: str | None = None) -> list[float]:
         return self.engines[0].embed(prompt, pooling, adapter)
