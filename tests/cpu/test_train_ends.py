@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_train_run import made, state, trained
 
 from tilemesh.cli.main import main
 from tilemesh.core.errors import UsageError
 from tilemesh.core.units import parse_seconds
+from tilemesh.data.corpus import open_corpus
+from tilemesh.parallel.mesh import Axis
 from tilemesh.runs.checkpoint import Writer
 from tilemesh.runs.manifest import checkpoints
 from tilemesh.runs.metrics import latest
@@ -24,6 +27,7 @@ from tilemesh.train.check import check_machine, check_values
 from tilemesh.train.config import LogConfig
 from tilemesh.train.loggers import NAMES, Loggers
 from tilemesh.train.loop import Interrupt, Progress
+from tilemesh.train.source import TextSource
 from tilemesh.train.steps import Stepper
 
 
@@ -184,6 +188,26 @@ def test_bits_per_byte_of_bytes_are_nats_over_ln_2(text: str, tmp_path: Path) ->
     (line,) = [line for line in latest(tmp_path / "run") if line.get("held_out") is not None]
     assert line["bits_per_byte"] == pytest.approx(line["held_out"] / math.log(2))
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["bits_per_byte"] == line["bits_per_byte"]
+
+
+def test_bits_per_byte_count_the_bytes_of_text_alone(tmp_path: Path) -> None:
+    """Tokens that end documents are none, and a character that two tokens share has its own bytes."""
+    tokenizers = pytest.importorskip("tokenizers")
+    letters = {letter: place for place, letter in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(letters, []))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    inner.add_special_tokens(["<|endoftext|>"])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    lines = [json.dumps({"text": "caf\u00e9" * (1 + number % 3)}) for number in range(40)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    data = f"data.tokenizer={tmp_path / 'tokenizer.json'},data.held_out=0.5,model.context=8,model.vocabulary=257"
+    config = made(str(tmp_path / "text.jsonl"), "dp=1,tp=1", data)
+    source = TextSource(config, open_corpus(config.data), Axis("dp", 1, 0, (0,), None), torch.device("cpu"))
+    targets = torch.cat([batch.tensors[1].flatten() for batch in source.held_out()])
+    share = (targets != 256).double().mean().item()  # each other token is a byte
+    assert 0.5 < share < 0.95
+    assert source.held_out_bytes_per_token() == pytest.approx(share)
 
 
 class TestLoggers:

@@ -175,14 +175,15 @@ class TextSource(Source):
         return digest.hexdigest()[:16]
 
     def held_out_bytes_per_token(self) -> float | None:
-        tokenizer = self.corpus.tokenizer
-        counted = [targets[targets != IGNORED] for _, targets in self._held]
+        tokenizer, counted = self.corpus.tokenizer, [targets[targets != IGNORED] for _, targets in self._held]
         total = sum(map(len, counted))
-        if isinstance(tokenizer, Unknown) or not total:
-            return None
-        if isinstance(tokenizer, Bytes):
-            return 1.0
-        return sum(len(tokenizer.decode(tokens.tolist()).encode(errors="replace")) for tokens in counted) / total
+        if isinstance(tokenizer, Unknown | Bytes) or not total:
+            return 1.0 if isinstance(tokenizer, Bytes) and total else None
+        try:
+            texts = tokenizer.spell(False)  # special tokens are no text, and characters may be cut
+        except UsageError:
+            return sum(len(tokenizer.decode(tokens.tolist()).encode(errors="replace")) for tokens in counted) / total
+        return sum(len(texts[token] or b"") for tokens in counted for token in tokens.tolist()) / total
 
     def _on_device(self, pairs: Sequence[SamplePair]) -> tuple[Tensor, Tensor]:
         """Inputs and targets of some sequences."""
