@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import sys
 import types
@@ -25,6 +26,7 @@ from tilemesh.runs.metrics import latest
 from tilemesh.runs.reader import read_step
 from tilemesh.train.check import check_machine, check_values
 from tilemesh.train.config import LogConfig
+from tilemesh.train.lessons import Lessons
 from tilemesh.train.loggers import NAMES, Loggers
 from tilemesh.train.loop import Interrupt, Progress
 from tilemesh.train.source import TextSource
@@ -188,6 +190,16 @@ def test_bits_per_byte_of_bytes_are_nats_over_ln_2(text: str, tmp_path: Path) ->
     (line,) = [line for line in latest(tmp_path / "run") if line.get("held_out") is not None]
     assert line["bits_per_byte"] == pytest.approx(line["held_out"] / math.log(2))
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["bits_per_byte"] == line["bits_per_byte"]
+
+
+def test_what_is_held_out_and_holds_no_sequence_is_said_and_no_loss_to_go_by(text: str) -> None:
+    short = "data.held_out=0.005,model.context=256,evaluate.every=1,evaluate.sequences=4"
+    lessons = Lessons(made(text, "dp=1,tp=1", short))
+    lessons.open()
+    assert re.fullmatch(r"no held-out loss: the \d+ tokens held out hold no sequence of 257: .*", lessons.notes())
+    for waits in ("evaluate.patience=1", "checkpoint.keep_best=true"):
+        with pytest.raises(UsageError, match=r"tokens held out hold no sequence of 257: set data\.held_out higher"):
+            Lessons(made(text, "dp=1,tp=1", f"{short},{waits}")).open()
 
 
 def test_bits_per_byte_count_the_bytes_of_text_alone(tmp_path: Path) -> None:

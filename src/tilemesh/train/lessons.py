@@ -16,7 +16,7 @@ from tilemesh.core.errors import UsageError
 from tilemesh.data.config import STDLIB
 from tilemesh.data.corpus import check_vocabulary, open_corpus
 from tilemesh.data.documents import misnamed_words
-from tilemesh.data.samples import train_mixture
+from tilemesh.data.samples import held_out_samples, train_mixture
 from tilemesh.data.tokenizer import encode_prompt
 from tilemesh.model.programs.program import Use
 from tilemesh.model.sampling import sample
@@ -46,6 +46,16 @@ class Lessons:
         """Read what there is, before a model is made."""
         self.corpus = open_corpus(self.config.data)
         check_vocabulary(self.corpus.tokenizer, self.config.model.vocabulary)
+        if (self.config.evaluate.patience or self.config.checkpoint.keep_best) and (why := self._nothing_held_out()):
+            raise UsageError(f"evaluate.patience and checkpoint.keep_best go by a held-out loss, and {why}")
+
+    def _nothing_held_out(self) -> str:
+        """Why there is no held-out loss, where something is held out; else nothing."""
+        config, tokens = self.config, sum(part.held_out.length for part in self.corpus.parts)
+        samples = held_out_samples(self.corpus, config.context, config.data.packing, 1)
+        less = "set data.held_out higher, or train.context lower, or give more text"
+        is_odd = tokens and config.evaluate.sequences and not samples
+        return f"the {tokens} tokens held out hold no sequence of {config.context + 1}: {less}" if is_odd else ""
 
     @property
     def is_steady(self) -> bool:
@@ -89,7 +99,8 @@ class Lessons:
 
     def notes(self) -> str:
         """What is odd about it; nothing where nothing is."""
-        return misnamed_words(self.config.data) or ""
+        why = self._nothing_held_out()
+        return "; ".join(filter(None, (misnamed_words(self.config.data), f"no held-out loss: {why}" * bool(why))))
 
     def sample(self, loop: Loop) -> str | None:
         """What the model writes now; every rank of the first replica takes part, since each holds a part of it."""

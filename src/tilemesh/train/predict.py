@@ -124,18 +124,10 @@ def estimator(config: TrainConfig, cluster: Cluster, rates: Rates | None, beside
     code: Code = "compiled" if config.train.compile else "eager"
     # On a CPU tilemesh's loss is torch's, from logits of all tokens.
     is_chunked = cluster.device.kind == "gpu" and config.kernels_on("cuda").loss != TORCH
-    uneven = _imbalance(config)
     return Estimator(
-        config.model,
-        cluster,
-        config.context,
-        rates,
-        code,
-        may_replay(config),
-        is_chunked,
-        imbalance=uneven,
-        beside=beside,
-    )
+        config.model, cluster, config.context, rates, code, may_replay(config), is_chunked,
+        imbalance=_imbalance(config), beside=beside,
+    )  # fmt: skip
 
 
 def _imbalance(config: TrainConfig) -> float:
@@ -172,11 +164,7 @@ def _server_figures(config: TrainConfig, predicted: Prediction, cluster: Cluster
     outside_s = step_s - computing_s
     return {
         **_in_steps_of(predicted, step_s, inside_s + outside_s),
-        "times": {
-            **dataclasses.asdict(predicted.times),
-            "dp_s": outside_s,
-            "optimizer_s": 0.0,
-        },
+        "times": {**dataclasses.asdict(predicted.times), "dp_s": outside_s, "optimizer_s": 0.0},
         "traffic": {**_inside(predicted.traffic), "server": nbytes},
         "exchanges": {**_inside(predicted.exchanges), "server": {"push": nbytes, "pull": nbytes}},
     }
