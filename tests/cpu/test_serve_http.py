@@ -94,7 +94,7 @@ def test_tokens_of_texts_and_texts_of_tokens(server: Serving, expected: Engine) 
     assert post("/detokenize", tokens=told["tokens"]) == (200, {"prompt": "to be"})
     for path, fields, words in (
         ("/tokenize", {}, "prompt is missing"),
-        ("/tokenize", {"prompt": 3}, "prompt is 3: expected str"),
+        ("/tokenize", {"prompt": 3}, "prompt is 3: expected text"),
         ("/detokenize", {"tokens": [9999]}, "token 9999"),
         ("/v1/embeddings", {"input": "a", "dimensions": 8}, "dimensions"),
         ("/v1/embeddings", {"input": "a", "pooling": "first"}, "expected mean or last"),

@@ -200,9 +200,10 @@ def test_a_body_that_is_too_long_is_refused_before_it_comes(engine: Engine, monk
                 assert client.recv(1024).startswith(b"HTTP/1.1 413")
                 assert closed_after(client)
         # Whoever sends all of it before reading hears why, and a length that is not told is counted.
-        for body in (b" " * (5 << 20), iter([b" " * (1 << 20)] * 6)):
+        long = b" " * (5 << 20)
+        for path, body in (("completions", long), ("completions", iter([b" " * (1 << 20)] * 6)), ("embeddings", long)):
             asking = http.client.HTTPConnection("127.0.0.1", live.port, timeout=30)
-            asking.request("POST", "/v1/completions", body)
+            asking.request("POST", f"/v1/{path}", body)
             response = asking.getresponse()
             assert (response.status, response.headers["Connection"]) == (413, "close")
             assert "longer than 4 MiB" in json.load(response)["error"]["message"]

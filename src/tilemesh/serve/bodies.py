@@ -1,4 +1,4 @@
-"""A request's body: so many bytes, of so many values, as JSON; and the reply to one that is too long.
+"""A request's body: so many bytes, of so many values, as JSON; and the replies to requests that are refused.
 
 The one idea: both limits come before the work. The parser is one call that nothing else runs beside, so a body of a
 million lists would keep everybody waiting; its structure is counted first, by a few passes over its bytes.
@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
+from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
+from tilemesh.core.errors import RunError, UsageError, unknown
+from tilemesh.core.ranges import shown
 from tilemesh.serve.protocol import RefusedError
+from tilemesh.serve.replies import failure
+from tilemesh.serve.scheduler import QueueFullError
 
 _LEAST_LIMIT, _BYTES_PER_TOKEN = 4 << 20, 32
 """A body may have as many bytes as the context has tokens times this, and never fewer than 4 MiB."""
@@ -24,6 +30,12 @@ _MOST_BRANCHES = 1 << 16
 _LEAST_VALUES = 1 << 18
 """A body may have as many values as the context has tokens, and never fewer than this: 128 prompts of 2,048 tokens."""
 _ORDINARY = bytes(set(range(256)) - set(b'"[{:,'))
+INVALID, FAILED = "invalid_request_error", "server_error"
+"""OpenAI's words for who is at fault."""
+CLOSED_BY_CLIENT = 499  # what others log for it; nobody reads the reply
+NO_ANSWER = (UsageError, RunError, ClientDisconnect)
+"""What may keep a request from being answered, and has a reply (`refusal`)."""
+_KINDS = {str: "text", int: "a whole number", bool: "true or false", list: "a list"}
 
 
 class BodyTooLongError(RefusedError):
@@ -62,6 +74,44 @@ class EarlyReply(JSONResponse):
             except TimeoutError:
                 more = False
         await send({"type": "http.response.body", "body": b""})
+
+
+def refusal(error: Exception, retry_after_s: int) -> Response:
+    """The reply to a request that was refused, or that the engine could not take. `retry_after_s`: when to ask again
+    where its queue is full."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=CLOSED_BY_CLIENT)
+    if isinstance(error, BodyTooLongError):
+        return EarlyReply(failure(str(error), INVALID), error.status)
+    if isinstance(error, RefusedError):
+        return JSONResponse(failure(str(error), INVALID, error.parameter, error.code), error.status)
+    if isinstance(error, UsageError):
+        return JSONResponse(failure(str(error), INVALID), 400)
+    if isinstance(error, QueueFullError):
+        content = failure(str(error), "rate_limit_error", None, "queue_full")
+        return JSONResponse(content, 429, {"Retry-After": str(retry_after_s)})
+    return JSONResponse(failure(str(error), FAILED), 503)
+
+
+async def read_fields(request: Request, context: int, known: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
+    """What the body of a request says, each field of one of these types; null counts as not given."""
+    content = await read_body(request, context)
+    body = parse_body(content, context) if content.strip() else {}
+    if not isinstance(body, dict):
+        raise RefusedError(None, f"the body is {shown(body)}: expected a JSON object")
+    for name, value in body.items():
+        if name not in known:
+            raise unknown("field", name[:200], list(known))
+        if value is not None and type(value) not in known[name]:
+            expected = " or ".join(_KINDS[kind] for kind in known[name])
+            raise RefusedError(name, f"{name} is {shown(value)}: expected {expected}")
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def needed(fields: Mapping[str, Any], name: str, what: str) -> Any:
+    if name not in fields:
+        raise RefusedError(name, f"{name} is missing: expected {what}")
+    return fields[name]
 
 
 def parse_body(body: bytes, context: int) -> object:

@@ -22,7 +22,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -31,7 +31,7 @@ from tilemesh.core.access import Access
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.serve.admin import PATHS, admin_routes, check_adapters
 from tilemesh.serve.answers import Completion, collect
-from tilemesh.serve.bodies import BodyTooLongError, EarlyReply, parse_body, read_body
+from tilemesh.serve.bodies import CLOSED_BY_CLIENT, FAILED, INVALID, NO_ANSWER, parse_body, read_body, refusal
 from tilemesh.serve.chat import ChatTemplate
 from tilemesh.serve.engine import Engine
 from tilemesh.serve.jobs import AnswerPart, PromptJob
@@ -52,7 +52,6 @@ from tilemesh.serve.replies import (
     without_answers,
 )
 from tilemesh.serve.request import FinishReason
-from tilemesh.serve.scheduler import QueueFullError
 from tilemesh.serve.text import Spelling, TokenTexts
 from tilemesh.serve.texts import PATHS as TEXT_PATHS
 from tilemesh.serve.texts import text_routes
@@ -60,8 +59,6 @@ from tilemesh.serve.tools import AnswerReader, delta_fields, whole_message
 
 _READERS = 2  # threads that read bodies
 _MOST_NAMED = 100  # fields in the log: a stranger may call a format anything
-_CLOSED_BY_CLIENT = 499  # what others log for it; nobody reads the reply
-_INVALID, _FAILED = "invalid_request_error", "server_error"
 
 
 def make_app(
@@ -89,7 +86,7 @@ def make_app(
             *text_routes(server),
             *admin_routes(engine, server.name, has_key=bool(access.keys)),
         ],
-        exception_handlers={404: _not_here, 405: _not_here},
+        exception_handlers={404: _not_here, 405: _not_here, **dict.fromkeys(NO_ANSWER, server.refuse)},
         middleware=[*_cross_origin(access), Middleware(_Guard, access=access)],
     )
 
@@ -114,7 +111,7 @@ class _Guard:
             refusal = self.access.refusal(headers, needs_key=scope["path"] != "/health")
             if refusal is not None:
                 more = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else {}
-                body = failure(refusal.why, _INVALID, None, refusal.code)
+                body = failure(refusal.why, INVALID, None, refusal.code)
                 await JSONResponse(body, refusal.status, more)(scope, receive, send)
                 return
         await self.app(scope, receive, send)
@@ -126,7 +123,7 @@ async def _not_here(request: Request, error: Exception) -> Response:
     posts = f"/v1/completions, /v1/chat/completions, {texts}, {paths} (with a key)"
     served = f"POST {posts}, GET /v1/models, /health and /metrics"
     message = f"{request.method} {request.url.path[:200]} is not served here: there are {served}"
-    return JSONResponse(failure(message, _INVALID), code)
+    return JSONResponse(failure(message, INVALID), code)
 
 
 class LiveReply:
@@ -233,32 +230,23 @@ class ServingApp:
 
     def answering(self, path: str, chat: bool) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            response = await self._answer(request, chat)
+            try:
+                response = await self._answer(request, chat)
+            except NO_ANSWER as error:
+                response = await self.refuse(request, error)
             self.metrics.requests.labels(path, str(response.status_code)).inc()
             return response
 
         return answer
 
+    async def refuse(self, request: Request, error: Exception) -> Response:
+        """Of any path: what becomes of a request that raised one of `NO_ANSWER`."""
+        return refusal(error, self.engine.retry_after_s)
+
     async def _answer(self, request: Request, chat: bool) -> Response:
-        try:
-            body = await read_body(request, self.engine.limits.context)
-            loop = asyncio.get_running_loop()
-            reply = await loop.run_in_executor(self._readers, self._begin, body, chat, loop)
-        except BodyTooLongError as error:
-            return EarlyReply(failure(str(error), _INVALID), error.status)
-        except RefusedError as error:
-            return JSONResponse(failure(str(error), _INVALID, error.parameter, error.code), error.status)
-        except UsageError as error:
-            return JSONResponse(failure(str(error), _INVALID), 400)
-        except QueueFullError as error:
-            seconds = str(self.engine.retry_after_s)
-            return JSONResponse(
-                failure(str(error), "rate_limit_error", None, "queue_full"), 429, {"Retry-After": seconds}
-            )
-        except RunError as error:
-            return JSONResponse(failure(str(error), _FAILED), 503)
-        except ClientDisconnect:
-            return Response(status_code=_CLOSED_BY_CLIENT)
+        body = await read_body(request, self.engine.limits.context)
+        loop = asyncio.get_running_loop()
+        reply = await loop.run_in_executor(self._readers, self._begin, body, chat, loop)
         asked = reply.asked
         self.metrics.prompt_tokens.inc(sum(len(job.prompt) for job in reply.jobs))
         kind = "chatcmpl" if chat else "cmpl"
@@ -333,13 +321,13 @@ class ServingApp:
             collecting.cancel()
             with suppress(asyncio.CancelledError):
                 await collecting
-            return Response(status_code=_CLOSED_BY_CLIENT)
+            return Response(status_code=CLOSED_BY_CLIENT)
         try:
             completions = collecting.result()
         except UsageError as error:
-            return JSONResponse(failure(str(error), _INVALID), 400)
+            return JSONResponse(failure(str(error), INVALID), 400)
         except RunError as error:
-            return JSONResponse(failure(str(error), _FAILED), 500)
+            return JSONResponse(failure(str(error), FAILED), 500)
         self._count_found(reply)
         if reply.asked.scores:
             completions = [without_answers(completion) for completion in completions]
@@ -399,7 +387,7 @@ class ServingApp:
                 yield _event({**head([], chunk=True), "usage": reply.usage()})
             yield b"data: [DONE]\n\n"
         except (RunError, UsageError) as error:
-            yield _event(failure(str(error), _FAILED if isinstance(error, RunError) else _INVALID))
+            yield _event(failure(str(error), FAILED if isinstance(error, RunError) else INVALID))
 
     def _opening(self, reply: LiveReply, number: int) -> tuple[str, dict[str, list[Any]] | None]:
         """What comes before an answer's own text: nothing, or the prompt where it is echoed."""
@@ -430,11 +418,7 @@ class ServingApp:
         return JSONResponse({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
-        try:
-            adapter = self.adapter(request.path_params["name"])
-        except RefusedError as error:
-            return JSONResponse(failure(str(error), _INVALID, error.parameter, error.code), error.status)
-        return JSONResponse(self._described(adapter))
+        return JSONResponse(self._described(self.adapter(request.path_params["name"])))
 
     def _described(self, adapter: str | None) -> dict[str, Any]:
         """The model, or one of its adapters."""
@@ -447,7 +431,7 @@ class ServingApp:
 
     async def health(self, request: Request) -> Response:
         if not self.engine.alive:
-            return JSONResponse(failure("the engine has stopped", _FAILED), 503)
+            return JSONResponse(failure("the engine has stopped", FAILED), 503)
         return JSONResponse({"status": "ok"})
 
     async def prometheus(self, request: Request) -> Response:

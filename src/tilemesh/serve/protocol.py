@@ -202,10 +202,10 @@ def _prompt(name: str, value: Any, reading: _BodyRead) -> None:
     reading.asked["prompts"] = tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in prompts)
 
 
-def read_prompts(name: str, value: Any) -> Sequence[str | tuple[int, ...]]:
-    """What another field than a completion's has as a prompt, or a list of them."""
+def read_prompts(value: Any) -> Sequence[str | tuple[int, ...]]:
+    """What is to be embedded: a prompt as a completion's, or a list of them."""
     reading = _BodyRead()
-    _prompt(name, value, reading)
+    _prompt("input", value, reading)
     prompts: Sequence[str | tuple[int, ...]] = reading.asked["prompts"]
     return prompts
 

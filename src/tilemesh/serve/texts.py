@@ -8,17 +8,16 @@ import struct
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from tilemesh.core.errors import RunError, UsageError, unknown
+from tilemesh.core.errors import UsageError
 from tilemesh.core.ranges import shown
-from tilemesh.serve.bodies import parse_body, read_body
+from tilemesh.serve.bodies import needed, read_fields
 from tilemesh.serve.engine import Engine
 from tilemesh.serve.protocol import RefusedError, read_prompts
 from tilemesh.serve.replicas import Replicas
-from tilemesh.serve.replies import failure
 from tilemesh.serve.runner import POOLINGS
 
 _FIELDS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
@@ -47,52 +46,23 @@ def text_routes(app: Naming) -> list[Route]:
 
     def answering(path: str) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            context = app.engine.limits.context
-            try:
-                body = parse_body(await read_body(request, context), context)
-                return JSONResponse(await asyncio.to_thread(calls[path], app, _read(path, body)))
-            except UsageError as error:
-                code, parameter = int(getattr(error, "status", 400)), getattr(error, "parameter", None)
-                kind = getattr(error, "code", None)
-                return JSONResponse(failure(str(error), "invalid_request_error", parameter, kind), code)
-            except RunError as error:
-                return JSONResponse(failure(str(error), "server_error"), 503)
-            except ClientDisconnect:
-                return Response(status_code=499)
+            fields = await read_fields(request, app.engine.limits.context, _FIELDS[path])
+            return JSONResponse(await asyncio.to_thread(calls[path], app, fields))
 
         return answer
 
     return [Route(path, answering(path), methods=["POST"]) for path in PATHS]
 
 
-def _read(path: str, body: object) -> dict[str, Any]:
-    fields = _FIELDS[path]
-    if not isinstance(body, dict):
-        raise UsageError(f"the body is {shown(body)}: expected a JSON object")
-    for name, value in body.items():
-        if name not in fields:
-            raise unknown("field", name[:200], list(fields))
-        if value is not None and type(value) not in fields[name]:
-            kinds = " or ".join(kind.__name__ for kind in fields[name])
-            raise RefusedError(name, f"{name} is {shown(value)}: expected {kinds}")
-    return {name: value for name, value in body.items() if value is not None}
-
-
-def _needed(body: Mapping[str, Any], name: str, what: str) -> Any:
-    if name not in body:
-        raise RefusedError(name, f"{name} is missing: expected {what}")
-    return body[name]
-
-
 def _tokenize(app: Naming, body: dict[str, Any]) -> dict[str, Any]:
     app.adapter(body.get("model"))
-    tokens = app.engine.encode(_needed(body, "prompt", "a text"), body.get("add_special_tokens", True))
+    tokens = app.engine.encode(needed(body, "prompt", "a text"), body.get("add_special_tokens", True))
     return {"tokens": tokens, "count": len(tokens), "max_model_len": app.engine.limits.context}
 
 
 def _detokenize(app: Naming, body: dict[str, Any]) -> dict[str, Any]:
     app.adapter(body.get("model"))
-    tokens = app.engine.encode(_needed(body, "tokens", "a list of tokens"))
+    tokens = app.engine.encode(needed(body, "tokens", "a list of tokens"))
     return {"prompt": app.engine.served.tokenizer.decode(tokens)}
 
 
@@ -103,7 +73,7 @@ def _embed(app: Naming, body: dict[str, Any]) -> dict[str, Any]:
         raise RefusedError("encoding_format", f"encoding_format is {shown(wanted)}: expected float or base64")
     if pooling not in POOLINGS:
         raise RefusedError("pooling", f"pooling is {shown(pooling)}: expected {' or '.join(POOLINGS)}")
-    prompts = read_prompts("input", _needed(body, "input", "a text or a list of texts"))
+    prompts = read_prompts(needed(body, "input", "a text or a list of texts"))
     try:
         encoded = [engine.encode(prompt) for prompt in prompts]
         vectors = [engine.embed(tokens, pooling, adapter) for tokens in encoded]
