@@ -147,7 +147,7 @@ def attend_group(
         row0 = block * BLOCK_M
         low0, high0 = keys_of(row0, first, last, T, S, window, CAUSAL, WINDOW, PACKED)
         low1, high1 = keys_of(row0 + BLOCK_M - 1, first, last, T, S, window, CAUSAL, WINDOW, PACKED)
-        begin, full, rest, end = spans(low0, high0, low1, high1, BLOCK_N)
+        edges = spans(low0, high0, low1, high1, BLOCK_N)
         rows = row0 + group * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, scores_layout))
         low, high = keys_of(rows, first, last, T, S, window, CAUSAL, WINDOW, PACKED)
 
@@ -161,27 +161,17 @@ def attend_group(
         mbarrier.arrive(k_free.index(place), count=1)
         place, lap = next_place(place, lap, STAGES)
         largest = gl.full((ROWS,), NOTHING, gl.float32, gl.SliceLayout(1, scores_layout))
-        made, largest, _shrink = weights_of(scores, largest, low, high, begin, factor, True, scores_layout)
+        made, largest, _shrink = weights_of(scores, largest, low, high, edges[0], factor, True, scores_layout)
         sums = gl.sum(made, 1)
         weight = gl.convert_layout(made.to(dtype), left)
         total = gl.full((ROWS, HEAD), 0.0, gl.float32, total_layout)
-        begin += BLOCK_N
-        if WINDOW or PACKED:
+        begin = edges[0] + BLOCK_N
+        for part in gl.static_range(0 if WINDOW or PACKED else 1, 3):
             weight, total, sums, largest, place, lap, v_place, v_lap, turn = attend_steps(
-                group, q_tile, weight, total, sums, largest, place, lap, v_place, v_lap, turn, low, high, begin, full,
-                factor, k_ring, v_ring, k_ready, k_free, v_ready, v_free, order, BLOCK_N, HEAD, STAGES, True,
-                scores_layout, total_layout,
+                group, q_tile, weight, total, sums, largest, place, lap, v_place, v_lap, turn, low, high,
+                begin if part == 0 else gl.maximum(begin, edges[part]), edges[part + 1], factor, k_ring, v_ring,
+                k_ready, k_free, v_ready, v_free, order, BLOCK_N, HEAD, STAGES, part != 1, scores_layout, total_layout,
             )  # fmt: skip
-        weight, total, sums, largest, place, lap, v_place, v_lap, turn = attend_steps(
-            group, q_tile, weight, total, sums, largest, place, lap, v_place, v_lap, turn, low, high,
-            gl.maximum(begin, full), rest, factor, k_ring, v_ring, k_ready, k_free, v_ready, v_free, order, BLOCK_N,
-            HEAD, STAGES, False, scores_layout, total_layout,
-        )  # fmt: skip
-        weight, total, sums, largest, place, lap, v_place, v_lap, turn = attend_steps(
-            group, q_tile, weight, total, sums, largest, place, lap, v_place, v_lap, turn, low, high,
-            gl.maximum(begin, rest), end, factor, k_ring, v_ring, k_ready, k_free, v_ready, v_free, order, BLOCK_N,
-            HEAD, STAGES, True, scores_layout, total_layout,
-        )  # fmt: skip
         mbarrier.arrive(q_free.index(group), count=1)
 
         mbarrier.wait(v_ready.index(v_place), v_lap & 1)

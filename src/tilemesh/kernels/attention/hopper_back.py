@@ -122,7 +122,7 @@ def keys_back_group(
     key0 = block * BLOCK_N
     low0, high0 = queries_of(key0, first, last, T, S, window, CAUSAL, WINDOW, PACKED)
     low1, high1 = queries_of(key0 + BLOCK_N - 1, first, last, T, S, window, CAUSAL, WINDOW, PACKED)
-    begin, full, rest, end = spans(low0, high0, low1, high1, BLOCK_M)
+    edges = spans(low0, high0, low1, high1, BLOCK_M)
     keys = key0 + group * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, scores_layout))
     low, high = queries_of(keys, first, last, T, S, window, CAUSAL, WINDOW, PACKED)
     k_tile = k_part.index(group).reshape([ROWS, HEAD])
@@ -133,19 +133,11 @@ def keys_back_group(
     lap = 0
     mbarrier.wait(part_ready.index(group), 0)
     for _ in range(GROUP):
-        if CAUSAL or WINDOW or PACKED:
+        for part in gl.static_range(0 if CAUSAL or WINDOW or PACKED else 1, 3):
             key_total, value_total, place, lap = keys_back_steps(
-                k_tile, v_tile, key_total, value_total, place, lap, low, high, begin, full,
-                factor, q_ring, g_ring, vectors, ready, free, BLOCK_M, HEAD, STAGES, True, scores_layout, total_layout,
+                k_tile, v_tile, key_total, value_total, place, lap, low, high, edges[part], edges[part + 1], factor,
+                q_ring, g_ring, vectors, ready, free, BLOCK_M, HEAD, STAGES, part != 1, scores_layout, total_layout,
             )  # fmt: skip
-        key_total, value_total, place, lap = keys_back_steps(
-            k_tile, v_tile, key_total, value_total, place, lap, low, high, full, rest,
-            factor, q_ring, g_ring, vectors, ready, free, BLOCK_M, HEAD, STAGES, False, scores_layout, total_layout,
-        )  # fmt: skip
-        key_total, value_total, place, lap = keys_back_steps(
-            k_tile, v_tile, key_total, value_total, place, lap, low, high, rest, end,
-            factor, q_ring, g_ring, vectors, ready, free, BLOCK_M, HEAD, STAGES, True, scores_layout, total_layout,
-        )  # fmt: skip
     key_total, value_total = warpgroup_mma_wait(0, deps=(key_total, value_total))
     k_tile.store((key_total * scale).to(dtype))  # the keys are not needed any more
     v_tile.store(value_total.to(dtype))
@@ -286,7 +278,7 @@ def queries_back_group(
     row0 = block * BLOCK_M
     low0, high0 = keys_of(row0, first, last, T, S, window, CAUSAL, WINDOW, PACKED)
     low1, high1 = keys_of(row0 + BLOCK_M - 1, first, last, T, S, window, CAUSAL, WINDOW, PACKED)
-    begin, full, rest, end = spans(low0, high0, low1, high1, BLOCK_N)
+    edges = spans(low0, high0, low1, high1, BLOCK_N)
     rows = row0 + group * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, scores_layout))
     low, high = keys_of(rows, first, last, T, S, window, CAUSAL, WINDOW, PACKED)
     offset = head.to(gl.int64) * T
@@ -302,25 +294,18 @@ def queries_back_group(
     scores, slopes = scores_and_slopes(q_tile, g_tile, k_ring, v_ring, v_ready, 0, 0, BLOCK_N, HEAD, scores_layout)
     scores, slopes = warpgroup_mma_wait(0, deps=(scores, slopes))
     mbarrier.arrive(v_free.index(0), count=1)
-    keys = gl.expand_dims(begin + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores_layout)), 0)
+    keys = gl.expand_dims(edges[0] + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores_layout)), 0)
     counts = (keys >= gl.expand_dims(low, 1)) & (keys < gl.expand_dims(high, 1))
     weight = gl.where(counts, gl.exp2(scores * factor - gl.expand_dims(sums, 1)), 0.0)
     inner = gl.convert_layout((weight * (slopes - gl.expand_dims(means, 1))).to(dtype), left)
     place, lap = next_place(0, 0, STAGES)
-    begin += BLOCK_N
-    if WINDOW or PACKED:
+    begin = edges[0] + BLOCK_N
+    for part in gl.static_range(0 if WINDOW or PACKED else 1, 3):
         inner, total, place, lap = queries_back_steps(
-            q_tile, g_tile, inner, total, place, lap, low, high, sums, means, begin, full, factor, k_ring, v_ring,
-            k_ready, k_free, v_ready, v_free, BLOCK_N, HEAD, STAGES, True, scores_layout, total_layout,
+            q_tile, g_tile, inner, total, place, lap, low, high, sums, means,
+            begin if part == 0 else gl.maximum(begin, edges[part]), edges[part + 1], factor, k_ring, v_ring, k_ready,
+            k_free, v_ready, v_free, BLOCK_N, HEAD, STAGES, part != 1, scores_layout, total_layout,
         )  # fmt: skip
-    inner, total, place, lap = queries_back_steps(
-        q_tile, g_tile, inner, total, place, lap, low, high, sums, means, gl.maximum(begin, full), rest, factor,
-        k_ring, v_ring, k_ready, k_free, v_ready, v_free, BLOCK_N, HEAD, STAGES, False, scores_layout, total_layout,
-    )  # fmt: skip
-    inner, total, place, lap = queries_back_steps(
-        q_tile, g_tile, inner, total, place, lap, low, high, sums, means, gl.maximum(begin, rest), end, factor,
-        k_ring, v_ring, k_ready, k_free, v_ready, v_free, BLOCK_N, HEAD, STAGES, True, scores_layout, total_layout,
-    )  # fmt: skip
     before = (place + STAGES - 1) % STAGES
     total = warpgroup_mma(inner, k_ring.index(before).reshape([BLOCK_N, HEAD]), total, is_async=True)
     total, inner = warpgroup_mma_wait(0, deps=(total, inner))

@@ -79,8 +79,8 @@ def queries_of(
 def spans(low0, high0, low1, high1, BLOCK: tl.constexpr):
     """Of what lies between the first element's low and the last one's high: begin, full, rest, end.
 
-    Whole blocks; between `full` and `rest` no element needs a mask. All lie between `begin` and `end`, whatever bounds
-    are given: who loads these blocks does not count them twice.
+    Whole blocks; between `full` and `rest`, the second of these three parts, no element needs a mask. All lie between
+    `begin` and `end`, whatever bounds are given: who loads these blocks does not count them twice.
     """
     begin = low0 // BLOCK * BLOCK
     full = tl.maximum(tl.minimum((low1 + BLOCK - 1) // BLOCK * BLOCK, high1), begin)
@@ -166,7 +166,7 @@ def attend(
     batch, head_here = head // H, head % H
     low0, high0 = keys_of(block * BLOCK_M, first, last, T, S, window, CAUSAL, WINDOW, PACKED)
     low1, high1 = keys_of(block * BLOCK_M + BLOCK_M - 1, first, last, T, S, window, CAUSAL, WINDOW, PACKED)
-    begin, full, rest, end = spans(low0, high0, low1, high1, BLOCK_N)
+    edges = spans(low0, high0, low1, high1, BLOCK_N)
     low, high = keys_of(rows, first, last, T, S, window, CAUSAL, WINDOW, PACKED)
     query = load_rows(q + batch * q_b + head_here * q_h, rows, T, E, q_t, q_e, HEAD, UPCAST)
     k += batch * k_b + head_here // GROUP * k_h
@@ -174,19 +174,11 @@ def attend(
     total = tl.zeros((BLOCK_M, HEAD), kind)
     sums = tl.zeros((BLOCK_M,), kind)
     largest = tl.full((BLOCK_M,), NOTHING, kind)
-    if WINDOW or PACKED:
+    for part in tl.static_range(0 if WINDOW or PACKED else 1, 3):
         total, sums, largest = attend_blocks(
-            query, total, sums, largest, low, high, k, v, begin, full, S, E, factor, k_t, k_e, v_t, v_e,
-            BLOCK_N, HEAD, True, UPCAST, PRECISION,
+            query, total, sums, largest, low, high, k, v, edges[part], edges[part + 1], S, E, factor, k_t, k_e, v_t,
+            v_e, BLOCK_N, HEAD, part != 1, UPCAST, PRECISION,
         )  # fmt: skip
-    total, sums, largest = attend_blocks(
-        query, total, sums, largest, low, high, k, v, full, rest, S, E, factor, k_t, k_e, v_t, v_e,
-        BLOCK_N, HEAD, False, UPCAST, PRECISION,
-    )  # fmt: skip
-    total, sums, largest = attend_blocks(
-        query, total, sums, largest, low, high, k, v, rest, end, S, E, factor, k_t, k_e, v_t, v_e,
-        BLOCK_N, HEAD, True, UPCAST, PRECISION,
-    )  # fmt: skip
     if sinks is not None:
         sink = tl.load(sinks + head_here).to(kind) * 1.4426950408889634
         larger = tl.maximum(largest, sink)
@@ -276,7 +268,7 @@ def keys_back(
     batch, head_here = head // K, head % K
     low0, high0 = queries_of(block * BLOCK_N, first, last, T, S, window, CAUSAL, WINDOW, PACKED)
     low1, high1 = queries_of(block * BLOCK_N + BLOCK_N - 1, first, last, T, S, window, CAUSAL, WINDOW, PACKED)
-    begin, full, rest, end = spans(low0, high0, low1, high1, BLOCK_M)
+    edges = spans(low0, high0, low1, high1, BLOCK_M)
     low, high = queries_of(keys, first, last, T, S, window, CAUSAL, WINDOW, PACKED)
     key = load_rows(k + batch * k_b + head_here * k_h, keys, S, E, k_t, k_e, HEAD, UPCAST)
     value = load_rows(v + batch * v_b + head_here * v_h, keys, S, E, v_t, v_e, HEAD, UPCAST)
@@ -286,19 +278,11 @@ def keys_back(
         mate = head_here * GROUP + member
         at = (batch * K * GROUP + mate).to(tl.int64) * T
         queries, slopes = q + batch * q_b + mate * q_h, grad + batch * g_b + mate * g_h
-        if CAUSAL or WINDOW or PACKED:
+        for part in tl.static_range(0 if CAUSAL or WINDOW or PACKED else 1, 3):
             key_total, value_total = keys_back_blocks(
-                key, value, key_total, value_total, low, high, queries, slopes, kept + at, delta + at, begin, full,
-                T, E, factor, q_t, q_e, g_t, g_e, BLOCK_M, HEAD, True, UPCAST, PRECISION,
+                key, value, key_total, value_total, low, high, queries, slopes, kept + at, delta + at, edges[part],
+                edges[part + 1], T, E, factor, q_t, q_e, g_t, g_e, BLOCK_M, HEAD, part != 1, UPCAST, PRECISION,
             )  # fmt: skip
-        key_total, value_total = keys_back_blocks(
-            key, value, key_total, value_total, low, high, queries, slopes, kept + at, delta + at, full, rest,
-            T, E, factor, q_t, q_e, g_t, g_e, BLOCK_M, HEAD, False, UPCAST, PRECISION,
-        )  # fmt: skip
-        key_total, value_total = keys_back_blocks(
-            key, value, key_total, value_total, low, high, queries, slopes, kept + at, delta + at, rest, end,
-            T, E, factor, q_t, q_e, g_t, g_e, BLOCK_M, HEAD, True, UPCAST, PRECISION,
-        )  # fmt: skip
     store_rows(dk + batch * d_b + head_here * d_h, key_total * scale, keys, S, E, d_t, d_e, HEAD)
     store_rows(dv + batch * d_b + head_here * d_h, value_total, keys, S, E, d_t, d_e, HEAD)
 
@@ -338,7 +322,7 @@ def queries_back(
     batch, head_here = head // H, head % H
     low0, high0 = keys_of(block * BLOCK_M, first, last, T, S, window, CAUSAL, WINDOW, PACKED)
     low1, high1 = keys_of(block * BLOCK_M + BLOCK_M - 1, first, last, T, S, window, CAUSAL, WINDOW, PACKED)
-    begin, full, rest, end = spans(low0, high0, low1, high1, BLOCK_N)
+    edges = spans(low0, high0, low1, high1, BLOCK_N)
     low, high = keys_of(rows, first, last, T, S, window, CAUSAL, WINDOW, PACKED)
     query = load_rows(q + batch * q_b + head_here * q_h, rows, T, E, q_t, q_e, HEAD, UPCAST)
     slope = load_rows(grad + batch * g_b + head_here * g_h, rows, T, E, g_t, g_e, HEAD, UPCAST)
@@ -348,17 +332,9 @@ def queries_back(
     k += batch * k_b + head_here // GROUP * k_h
     v += batch * v_b + head_here // GROUP * v_h
     total = tl.zeros((BLOCK_M, HEAD), kind)
-    if WINDOW or PACKED:
+    for part in tl.static_range(0 if WINDOW or PACKED else 1, 3):
         total = queries_back_blocks(
-            query, slope, sums, means, total, low, high, k, v, begin, full, S, E, factor, k_t, k_e, v_t, v_e,
-            BLOCK_N, HEAD, True, UPCAST, PRECISION,
+            query, slope, sums, means, total, low, high, k, v, edges[part], edges[part + 1], S, E, factor, k_t, k_e,
+            v_t, v_e, BLOCK_N, HEAD, part != 1, UPCAST, PRECISION,
         )  # fmt: skip
-    total = queries_back_blocks(
-        query, slope, sums, means, total, low, high, k, v, full, rest, S, E, factor, k_t, k_e, v_t, v_e,
-        BLOCK_N, HEAD, False, UPCAST, PRECISION,
-    )  # fmt: skip
-    total = queries_back_blocks(
-        query, slope, sums, means, total, low, high, k, v, rest, end, S, E, factor, k_t, k_e, v_t, v_e,
-        BLOCK_N, HEAD, True, UPCAST, PRECISION,
-    )  # fmt: skip
     store_rows(dq + batch * d_b + head_here * d_h, total * scale, rows, T, E, d_t, d_e, HEAD)

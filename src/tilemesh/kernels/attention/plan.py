@@ -190,26 +190,49 @@ def bounds_plan(places: Mapping[str, Place]) -> LaunchPlan:
     return LaunchPlan((step,))
 
 
+@dataclass(frozen=True)
+class _Pass:
+    """One of attention's three passes. `streamed`: what its kernel for Hopper has in rings; `letters`: of the portable
+    kernel's strides; `of_keys`: whether a program has a block of keys, and not of queries."""
+
+    name: str
+    streamed: tuple[str, ...]
+    letters: Mapping[str, str]
+    of_keys: bool = False
+
+    def plan(self, places: Mapping[str, Place], mask: Mask, target: Target, more: Mapping[str, Argument]) -> LaunchPlan:
+        q, k = places["q"], places["k"]
+        (batch, heads, queries, width), (_, kv_heads, keys, _) = q.shape, k.shape
+        group = heads // kv_heads
+        rows, own_heads = (keys, kv_heads) if self.of_keys else (queries, heads)
+        more = {
+            "B": batch, "K" if self.of_keys else "H": own_heads, "GROUP": group, "T": queries, "S": keys,
+            "window": min(mask.window, keys), "factor": mask.scale * _LOG2_E, **more,
+        }  # fmt: skip
+        of_queries = max(1, _section(batch * heads, q, 1) // group)
+        more["section"] = of_queries if self.of_keys else _section(batch * heads, k, group)
+        if target.multiprocessors and on_hopper(places, mask):
+            ring = ring_of(self.name, width)
+            streamed_rows = {"BLOCK_M" if self.of_keys else "BLOCK_N": ring.rows}
+            fixed = {**streamed_rows, "HEAD": width, **mask.constants("first" in places)}
+            programs = blocks(rows, 2 * _ROWS) * batch * own_heads
+            if self is _FORWARD:  # whose programs walk over tiles
+                more["tiles"], programs = programs, min(programs, target.multiprocessors)
+            return _hopper_plan(f"{self.name}_hopper", places, self.streamed, ring, programs, more, fixed)
+        chosen = blocks_of(self.name, head_block(width), q.dtype, target)
+        more["E"] = width
+        constants = _constants(q, chosen, mask, "first" in places, target)
+        programs = blocks(rows, chosen.n if self.of_keys else chosen.m) * batch * own_heads
+        return _step(self.name, places, self.letters, programs, more, constants, chosen)
+
+
+_FORWARD = _Pass("attend", ("k", "v"), {"q": "q", "k": "k", "v": "v", "y": "y"})
+_KEYS_BACK = _Pass("keys_back", ("q", "grad"), {"q": "q", "k": "k", "v": "v", "grad": "g", "dk": "d"}, of_keys=True)
+_QUERIES_BACK = _Pass("queries_back", ("k", "v"), {"q": "q", "k": "k", "v": "v", "grad": "g", "dq": "d"})
+
+
 def forward_plan(places: Mapping[str, Place], *, mask: Mask, target: Target) -> LaunchPlan:
-    q, k = places["q"], places["k"]
-    (batch, heads, queries, width), (_, kv_heads, keys, _) = q.shape, k.shape
-    more: dict[str, Argument] = {
-        "B": batch, "H": heads, "GROUP": heads // kv_heads, "T": queries, "S": keys,
-        "window": min(mask.window, keys), "factor": mask.scale * _LOG2_E,
-    }  # fmt: skip
-    more["section"] = _section(batch * heads, k, heads // kv_heads)
-    more["sinks"] = Pointer("sinks") if "sinks" in places else None
-    if target.multiprocessors and on_hopper(places, mask):
-        ring = ring_of("attend", width)
-        fixed = {"BLOCK_N": ring.rows, "HEAD": width, **mask.constants("first" in places)}
-        tiles = blocks(queries, 2 * _ROWS) * batch * heads
-        more["tiles"], programs = tiles, min(tiles, target.multiprocessors)
-        return _hopper_plan("attend_hopper", places, ("k", "v"), ring, programs, more, fixed)
-    chosen = blocks_of("attend", head_block(width), q.dtype, target)
-    more["E"] = width
-    constants = _constants(q, chosen, mask, "first" in places, target)
-    programs = blocks(queries, chosen.m) * batch * heads
-    return _step("attend", places, {"q": "q", "k": "k", "v": "v", "y": "y"}, programs, more, constants, chosen)
+    return _FORWARD.plan(places, mask, target, {"sinks": Pointer("sinks") if "sinks" in places else None})
 
 
 def products_plan(places: Mapping[str, Place]) -> LaunchPlan:
@@ -236,45 +259,11 @@ def sinks_back_plan(places: Mapping[str, Place]) -> LaunchPlan:
 
 
 def keys_back_plan(places: Mapping[str, Place], *, mask: Mask, target: Target) -> LaunchPlan:
-    q, k = places["q"], places["k"]
-    (batch, heads, queries, width), (_, kv_heads, keys, _) = q.shape, k.shape
-    more: dict[str, Argument] = {
-        "B": batch, "K": kv_heads, "GROUP": heads // kv_heads, "T": queries, "S": keys,
-        "window": min(mask.window, keys), "factor": mask.scale * _LOG2_E, "scale": mask.scale,
-    }  # fmt: skip
-    more["section"] = max(1, _section(batch * heads, q, 1) // (heads // kv_heads))
-    if target.multiprocessors and on_hopper(places, mask):
-        ring = ring_of("keys_back", width)
-        fixed = {"BLOCK_M": ring.rows, "HEAD": width, **mask.constants("first" in places)}
-        programs = blocks(keys, 2 * _ROWS) * batch * kv_heads
-        return _hopper_plan("keys_back_hopper", places, ("q", "grad"), ring, programs, more, fixed)
-    chosen = blocks_of("keys_back", head_block(width), q.dtype, target)
-    more["E"] = width
-    constants = _constants(q, chosen, mask, "first" in places, target)
-    programs = blocks(keys, chosen.n) * batch * kv_heads
-    letters = {"q": "q", "k": "k", "v": "v", "grad": "g", "dk": "d"}
-    return _step("keys_back", places, letters, programs, more, constants, chosen)
+    return _KEYS_BACK.plan(places, mask, target, {"scale": mask.scale})
 
 
 def queries_back_plan(places: Mapping[str, Place], *, mask: Mask, target: Target) -> LaunchPlan:
-    q, k = places["q"], places["k"]
-    (batch, heads, queries, width), (_, kv_heads, keys, _) = q.shape, k.shape
-    more: dict[str, Argument] = {
-        "B": batch, "H": heads, "GROUP": heads // kv_heads, "T": queries, "S": keys,
-        "window": min(mask.window, keys), "factor": mask.scale * _LOG2_E, "scale": mask.scale,
-    }  # fmt: skip
-    more["section"] = _section(batch * heads, k, heads // kv_heads)
-    if target.multiprocessors and on_hopper(places, mask):
-        ring = ring_of("queries_back", width)
-        fixed = {"BLOCK_N": ring.rows, "HEAD": width, **mask.constants("first" in places)}
-        programs = blocks(queries, 2 * _ROWS) * batch * heads
-        return _hopper_plan("queries_back_hopper", places, ("k", "v"), ring, programs, more, fixed)
-    chosen = blocks_of("queries_back", head_block(width), q.dtype, target)
-    more["E"] = width
-    constants = _constants(q, chosen, mask, "first" in places, target)
-    programs = blocks(queries, chosen.m) * batch * heads
-    letters = {"q": "q", "k": "k", "v": "v", "grad": "g", "dq": "d"}
-    return _step("queries_back", places, letters, programs, more, constants, chosen)
+    return _QUERIES_BACK.plan(places, mask, target, {"scale": mask.scale})
 
 
 def _bounds(launch: Any, q: Tensor, starts: Tensor | None) -> dict[str, Tensor]:
