@@ -30,9 +30,10 @@ from tilemesh.kernels.matmul.cost import rates_of
 from tilemesh.kernels.matmul.padded import padded_plan
 from tilemesh.kernels.matmul.plan import tiles_plan
 from tilemesh.kernels.matmul.problem import LAYOUTS, Matrix, Problem, contiguous, dense
-from tilemesh.kernels.matmul.select import TABLES
+from tilemesh.kernels.matmul.select import TABLES, GpuFeatures
 from tilemesh.kernels.tuning.table import TunedEntry, TunedTable
 
+OLDER = GpuFeatures(tma=False, hopper=False)
 RATES = rates_of(DEVICES["h200"], "float16")
 SHAPES = [(512, 512, 512), (2048, 2048, 2048), (64, 4096, 4096), (16, 8192, 8192), (2049, 2047, 2051), (1, 1, 1)]
 
@@ -296,7 +297,8 @@ def test_pingpong_is_chosen_only_on_the_generation_it_is_written_for():
     problem, tiles = dense(8192, 8192, 1024), Config("pingpong", 128, 128, 64, 4, 5)
     assert select.choose(problem, [table((problem, tiles))], RATES) == tiles
     assert select.by_model(problem, RATES).kind == "pingpong"
-    assert select.choose(problem, [table((problem, tiles))], RATES, hopper=False).kind not in ("pingpong", "library")
+    later = GpuFeatures(hopper=False)
+    assert select.choose(problem, [table((problem, tiles))], RATES, None, later).kind not in ("pingpong", "library")
     assert select.nearest(dense(8192, 8192, 1024, activation="gelu"), table((problem, tiles)).entries.items()) == tiles
 
 
@@ -315,14 +317,15 @@ def test_a_library_that_won_by_its_own_epilogue_speaks_for_no_other():
 def test_an_entry_that_cannot_run_here_is_passed_over():
     problem = dense(512, 512, 512)
     big = Config("tma", 128, 256, 64, 8, 4)
-    assert select.choose(problem, [table((problem, big))], RATES, shared_limit=64 * 1024) != big
-    assert select.choose(problem, [table((problem, big))], RATES, tma=False).kind in ("pointer", "library")
+    small = GpuFeatures(shared_bytes=64 * 1024)
+    assert select.choose(problem, [table((problem, big))], RATES, None, small) != big
+    assert select.choose(problem, [table((problem, big))], RATES, None, OLDER).kind in ("pointer", "library")
 
 
 def test_a_gpu_without_figures_gets_the_library_unless_a_table_speaks():
     problem, mine = dense(4096, 4096, 4096), Config("pointer", 64, 64, 64)
-    assert select.choose(problem, [], None, tma=False) == Config("library")
-    assert select.choose(problem, [table((problem, mine))], None, tma=False) == mine
+    assert select.choose(problem, [], None, None, OLDER) == Config("library")
+    assert select.choose(problem, [table((problem, mine))], None, None, OLDER) == mine
     assert select.choose(dense(8, 8, 8, dtype="float64"), [], None) == Config("torch")
 
 

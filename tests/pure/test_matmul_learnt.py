@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tilemesh.core.hardware import DEVICES
 from tilemesh.kernels.matmul import learnt, select
-from tilemesh.kernels.matmul.config import HOPPER_SHARED_BYTES, Config, refusal
+from tilemesh.kernels.matmul.config import Config, refusal
 from tilemesh.kernels.matmul.cost import copy_bytes, rates_of
 from tilemesh.kernels.matmul.portfolio import PORTFOLIO, offered
 from tilemesh.kernels.matmul.problem import LAYOUTS, Problem, dense
@@ -59,7 +59,7 @@ def test_the_model_that_travels_with_the_package_is_of_these_features() -> None:
 def test_its_choice_runs(problem: Problem) -> None:
     chosen = select.choose(problem, [], RATES, H200)
     assert refusal(chosen, problem) is None
-    without = select.choose(problem, [], RATES, H200, tma=False, hopper=False)
+    without = select.choose(problem, [], RATES, H200, select.GpuFeatures(tma=False, hopper=False))
     assert not without.uses_tma
 
 
@@ -109,7 +109,7 @@ def test_a_call_that_waits_for_the_host_is_not_put_together_from_three() -> None
     """Copies, the vendor's product and a pass take 64 to 67 us of host time on shapes whose kernels take 15 to 22."""
     for shape, layout in (((331, 1375, 1715), "nn"), ((646, 7710, 260), "tn")):
         problem = dense(*shape, layout=layout)
-        ranked = select.ranked(problem, H200, RATES, tma=True, hopper=True, shared_limit=HOPPER_SHARED_BYTES)
+        ranked = select.ranked(problem, H200, RATES)
         assert ranked[0].padded
         chosen = select.by_learnt(problem, H200, RATES)
         assert chosen.kind != "library"

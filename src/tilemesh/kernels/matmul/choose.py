@@ -54,7 +54,7 @@ def choose(problem: Problem, implementation: str, config: Config | None, device:
     known = device_for(gpu.name)  # a GPU without figures is not judged by another's: the library where no table speaks
     rates = None if known is None else rates_of(known, problem.dtype, problem.precision)
     model = learnt.shipped(gpu.name)
-    return select.choose(problem, tables, rates, model, tma=gpu.tma, hopper=gpu.hopper, shared_limit=gpu.shared_bytes)
+    return select.choose(problem, tables, rates, model, gpu)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -72,8 +72,7 @@ def even(rows: int, outputs: int, inputs: int, dtype: torch.dtype, device: torch
     places = ((max(rows, _EVEN_ROWS), inputs), (outputs, inputs), (max(rows, _EVEN_ROWS), outputs))
     a, b, d = (torch.empty(place, dtype=dtype, device="meta") for place in places)
     problem = problem_of(a, b.t(), None, d, activation="none")
-    rates = rates_of(known, problem.dtype)
-    ranked = select.ranked(problem, model, rates, tma=gpu.tma, hopper=True, shared_limit=gpu.shared_bytes)
+    ranked = select.ranked(problem, model, rates_of(known, problem.dtype), gpu)
     return next((config for config in ranked if _is_even(config)), one)
 
 

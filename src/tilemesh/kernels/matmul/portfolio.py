@@ -8,7 +8,7 @@ in two to sixteen. Pure.
 
 from __future__ import annotations
 
-from tilemesh.kernels.matmul.config import HOPPER_SHARED_BYTES, Config, libraries, refusal
+from tilemesh.kernels.matmul.config import Config, libraries, refusal
 from tilemesh.kernels.matmul.cost import copy_bytes
 from tilemesh.kernels.matmul.problem import Problem
 
@@ -77,13 +77,14 @@ def deep(problem: Problem) -> list[Config]:
     return made
 
 
-def offered(problem: Problem, *, shared_limit: int = HOPPER_SHARED_BYTES) -> list[Config]:
-    """The portfolio's members, and the library's ways, that can compute this problem without being mostly padding."""
+def offered(problem: Problem) -> list[Config]:
+    """The portfolio's members, and the library's ways, that a Hopper computes this problem by without being mostly
+    padding."""
     fitting = [config for config in (*PORTFOLIO, *deep(problem)) if _sensible(config, problem)]
     ways = [*libraries(problem), *fitting]
     if min(problem.m, problem.n) == 1:  # a vector: the matrix is read once, and to copy it first is to move it thrice
         ways = [config for config in ways if not copy_bytes(problem, config)]
-    return [config for config in ways if refusal(config, problem, shared_limit=shared_limit) is None]
+    return [config for config in ways if refusal(config, problem) is None]
 
 
 def _sensible(config: Config, problem: Problem) -> bool:

@@ -111,13 +111,12 @@ class TilesRunner(Launched):
         super().__init__(plan, operands, [*given, *"c" * (problem.c is not None), "d", *"z" * problem.keep], device)
 
     def __call__(self, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, z: Tensor | None) -> None:
-        addresses = [a.data_ptr(), b.data_ptr()]
-        if c is not None:
-            addresses.append(c.data_ptr())
-        addresses.append(d.data_ptr())
-        if z is not None:
-            addresses.append(z.data_ptr())
-        self.launch(addresses)
+        self.launch(_addresses(a, b, c, d, z))
+
+
+def _addresses(*tensors: Tensor | None) -> list[int]:
+    """Of those that there are, as a launch takes them."""
+    return [tensor.data_ptr() for tensor in tensors if tensor is not None]
 
 
 BLOCK_ALIGNMENT = 128  # elements: where one of several buffers in one allocation may begin
@@ -154,13 +153,7 @@ class _Padded:
             b if right is None else block.as_strided(*right),
             out=block if product is None else block.as_strided(*product),
         )
-        addresses = [address + self.product_bytes_in]
-        if c is not None:
-            addresses.append(c.data_ptr())
-        addresses.append(d.data_ptr())
-        if z is not None:
-            addresses.append(z.data_ptr())
-        self.after.launch(addresses)
+        self.after.launch([address + self.product_bytes_in, *_addresses(c, d, z)])
 
 
 def _view_in_block(view: View, begins: Mapping[str, int]) -> tuple[tuple[int, int], tuple[int, int], int] | None:
@@ -202,13 +195,7 @@ def _library(problem: Problem, device: torch.device) -> Runner:
 
     def two(a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, z: Tensor | None) -> None:
         torch.mm(a, b, out=d)
-        addresses = [d.data_ptr()]
-        if c is not None:
-            addresses.append(c.data_ptr())
-        addresses.append(d.data_ptr())
-        if z is not None:
-            addresses.append(z.data_ptr())
-        finish.launch(addresses)
+        finish.launch(_addresses(d, c, d, z))
 
     return two
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from tilemesh.kernels.matmul.config import (
     HOPPER_SHARED_BYTES,
@@ -27,6 +28,9 @@ from tilemesh.kernels.matmul.problem import DTYPE_BYTES, Problem
 from tilemesh.kernels.tuning import choose as tuned
 from tilemesh.kernels.tuning.table import Tables, TunedEntry, TunedTable
 
+if TYPE_CHECKING:
+    from tilemesh.kernels.launch.gpu import Gpu
+
 TABLES = Tables("matmul", "tilemesh.kernels.matmul", to_dict, from_dict)
 
 # Sum of |log2| over M, N and K within which a tuned shape speaks for another; 1 is one dim twice as long.
@@ -41,73 +45,57 @@ HOST_BOUND_S = 60e-6
 NEARLY_AS_FAST = 1.1
 
 
-def choose(
-    problem: Problem,
-    tables: Sequence[TunedTable[Config]],
-    rates: TileRates | None,
-    learnt: Learnt | None = None,
-    *,
-    tma: bool = True,
-    hopper: bool = True,
-    shared_limit: int = HOPPER_SHARED_BYTES,
-) -> Config:
-    """The configuration `auto` uses. `tables` in order of trust, the user's own first; no `rates`, no model.
+class GpuFeatures(NamedTuple):
+    """What of a GPU decides which configurations it runs, where there is no `Gpu`; by default a Hopper's."""
 
-    `tma` and `hopper` are what the GPU has: copies by descriptors, and the tensor core instructions of that generation.
-    """
-    if not hopper:
-        tables = [_without_pingpong(table) for table in tables]
+    tma: bool = True
+    """Copies by descriptors."""
+    hopper: bool = True
+    """The tensor core instructions of that generation."""
+    shared_bytes: int = HOPPER_SHARED_BYTES
+
+
+HOPPER = GpuFeatures()
+
+
+def choose(
+    problem: Problem, tables: Sequence[TunedTable[Config]], rates: TileRates | None, learnt: Learnt | None = None,
+    gpu: Gpu | GpuFeatures = HOPPER,
+) -> Config:  # fmt: skip
+    """The configuration `auto` uses. `tables` in order of trust, the user's own first; no `rates`, no model."""
     if problem.dtype == "float64":
         return Config("torch")
-    known = tuned.exact(problem.key, tables, lambda config: _runs(config, problem, tma, shared_limit))
+    known = tuned.exact(problem.key, tables, lambda config: _runs(config, problem, gpu))
     if known is not None:
         return known
     entries = [pair for table in tables for pair in table.entries.items()]
     has_model = rates is not None and learnt is not None and learnt.speaks_for(problem)
     within = NEARLY_SAME if has_model else NEAR
-    known = nearest(problem, entries, tma, shared_limit, within=within)
+    known = nearest(problem, entries, gpu, within=within)
     if known is not None:
         return known
     if rates is None:
         return Config("library")
     if has_model and learnt is not None:
-        return by_learnt(problem, learnt, rates, tma=tma, hopper=hopper, shared_limit=shared_limit)
-    return by_model(problem, rates, tma=tma, hopper=hopper, shared_limit=shared_limit)
-
-
-def _without_pingpong(table: TunedTable[Config]) -> TunedTable[Config]:
-    entries = {key: entry for key, entry in table.entries.items() if entry.config.kind != "pingpong"}
-    return TunedTable(table.gpu, table.versions, entries)
+        return by_learnt(problem, learnt, rates, gpu)
+    return by_model(problem, rates, gpu)
 
 
 def nearest(
-    problem: Problem,
-    entries: Iterable[tuple[str, TunedEntry[Config]]],
-    tma: bool = True,
-    shared_limit: int = HOPPER_SHARED_BYTES,
-    *,
+    problem: Problem, entries: Iterable[tuple[str, TunedEntry[Config]]], gpu: Gpu | GpuFeatures = HOPPER, *,
     within: float = NEAR,
-) -> Config | None:
+) -> Config | None:  # fmt: skip
     """The configuration of the nearest tuned problem that can run this one."""
 
     def speaks(key: str, config: Config) -> bool:
-        runs = _runs(config, problem, tma, shared_limit)
-        return runs and _suits(config, problem) and not _special(config, problem, key)
+        return _runs(config, problem, gpu) and _suits(config, problem) and not _special(config, problem, key)
 
     return tuned.nearest(entries, lambda key: _distance(problem, key), speaks, within)
 
 
-def by_learnt(
-    problem: Problem,
-    learnt: Learnt,
-    rates: TileRates,
-    *,
-    tma: bool = True,
-    hopper: bool = True,
-    shared_limit: int = HOPPER_SHARED_BYTES,
-) -> Config:
+def by_learnt(problem: Problem, learnt: Learnt, rates: TileRates, gpu: Gpu | GpuFeatures = HOPPER) -> Config:
     """The fastest of the portfolio and of the library's ways, as trials of other shapes have it."""
-    pairs = _expected(problem, learnt, rates, tma=tma, hopper=hopper, shared_limit=shared_limit)
+    pairs = _expected(problem, learnt, rates, gpu)
     fastest_s, fastest = pairs[0]
     if fastest.padded and fastest_s < HOST_BOUND_S:
         seconds, tiles = next((pair for pair in pairs if pair[1].kind != "library"), pairs[0])
@@ -115,42 +103,25 @@ def by_learnt(
     return fastest
 
 
-def ranked(
-    problem: Problem, learnt: Learnt, rates: TileRates, *, tma: bool, hopper: bool, shared_limit: int
-) -> list[Config]:
+def ranked(problem: Problem, learnt: Learnt, rates: TileRates, gpu: Gpu | GpuFeatures = HOPPER) -> list[Config]:
     """What is offered for this problem on this GPU, the fastest first by the learnt model."""
-    pairs = _expected(problem, learnt, rates, tma=tma, hopper=hopper, shared_limit=shared_limit)
-    return [config for _, config in pairs]
+    return [config for _, config in _expected(problem, learnt, rates, gpu)]
 
 
-def _expected(
-    problem: Problem, learnt: Learnt, rates: TileRates, *, tma: bool, hopper: bool, shared_limit: int
-) -> list[tuple[float, Config]]:
+def _expected(problem: Problem, learnt: Learnt, rates: TileRates, gpu: Gpu | GpuFeatures) -> list[tuple[float, Config]]:
     """The same with the seconds that each should take."""
-    configs = [
-        config
-        for config in offered(problem, shared_limit=shared_limit)
-        if (tma or not config.uses_tma) and (hopper or config.kind != "pingpong")
-    ]
+    configs = [config for config in offered(problem) if _runs(config, problem, gpu)]
     expected = learnt.expected_s(problem, configs, rates)
     return sorted(zip(expected, configs, strict=True), key=lambda pair: pair[0])
 
 
-def by_model(
-    problem: Problem,
-    rates: TileRates,
-    *,
-    tma: bool = True,
-    hopper: bool = True,
-    shared_limit: int = HOPPER_SHARED_BYTES,
-) -> Config:
+def by_model(problem: Problem, rates: TileRates, gpu: Gpu | GpuFeatures = HOPPER) -> Config:
     """The model's choice among each kind's default, and the library unless it is clearly beaten."""
     if problem.k == 0 or DTYPE_BYTES[problem.dtype] != 2:
         return Config("library")  # float32 was not modelled; the vendor's kernels are safe there
     library = min(libraries(problem), key=lambda config: predict_s(problem, config, rates))
-    kinds = [kind for kind in TILE_KINDS if hopper or kind != "pingpong"] if tma else ["pointer"]
-    offered = [default(kind, problem, multiprocessors=rates.multiprocessors) for kind in kinds]
-    fitting = [config for config in offered if _runs(config, problem, tma, shared_limit)]
+    defaults = [default(kind, problem, multiprocessors=rates.multiprocessors) for kind in TILE_KINDS]
+    fitting = [config for config in defaults if _runs(config, problem, gpu)]
     if not fitting:
         return library
     best = min(fitting, key=lambda config: predict_s(problem, config, rates))
@@ -158,8 +129,10 @@ def by_model(
     return best if sure else library
 
 
-def _runs(config: Config, problem: Problem, tma: bool, shared_limit: int) -> bool:
-    return (tma or not config.uses_tma) and refusal(config, problem, shared_limit=shared_limit) is None
+def _runs(config: Config, problem: Problem, gpu: Gpu | GpuFeatures) -> bool:
+    if (config.uses_tma and not gpu.tma) or (config.kind == "pingpong" and not gpu.hopper):
+        return False
+    return refusal(config, problem, shared_limit=gpu.shared_bytes) is None
 
 
 def _suits(config: Config, problem: Problem) -> bool:

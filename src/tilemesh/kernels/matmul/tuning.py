@@ -61,17 +61,14 @@ class MatmulTuning:
         rates = rates_of(device_or_nearest(gpu.name), problem.dtype, problem.precision)
         tables = [] if shipped is None else [shipped]
         model = learnt.shipped(gpu.name)
-        return select.choose(
-            problem, tables, rates, model, tma=gpu.tma, hopper=gpu.hopper, shared_limit=gpu.shared_bytes
-        )
+        return select.choose(problem, tables, rates, model, gpu)
 
     def shortlist(self, problem: Problem, gpu: Gpu) -> list[Config]:
         """The best few by the model learnt from trials of other shapes."""
         model, rates = learnt.shipped(gpu.name), rates_of(device_or_nearest(gpu.name), problem.dtype, problem.precision)
         if model is None or not model.speaks_for(problem):
             return []
-        ranked = select.ranked(problem, model, rates, tma=gpu.tma, hopper=gpu.hopper, shared_limit=gpu.shared_bytes)
-        return ranked[:SHORTLIST]
+        return select.ranked(problem, model, rates, gpu)[:SHORTLIST]
 
     def built_ins(self, problem: Problem) -> list[Config]:
         return libraries(problem)
