@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tilemesh.core import calibration as module
 from tilemesh.core.calibration import SCHEMA, Calibration, Rates, default_folder, find, load, path_for
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.files import cache_folder
 
 CORE = Rates({"fp32": 48e9}, copy_bytes_per_s=6.3e9, read_bytes_per_s=9e9, write_bytes_per_s=5e9, launch_s=2e-6)
 HERE = Calibration("box-1", "2 cores of a test", "2025-01-01T00:00:00+00:00", {"torch": "2.13.0"}, one_core=CORE)
@@ -96,7 +97,7 @@ def test_find_refuses_a_file_of_another_machine(tmp_path: Path) -> None:
 def test_default_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
-    assert default_folder() == tmp_path / ".cache" / "tilemesh" / "calibration"
+    assert default_folder() == cache_folder() / "calibration" == tmp_path / ".cache" / "tilemesh" / "calibration"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert default_folder() == tmp_path / ".cache" / "tilemesh" / "calibration"
 

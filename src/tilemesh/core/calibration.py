@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tilemesh.core.errors import RunError, UsageError, unknown
-from tilemesh.core.files import replacing
+from tilemesh.core.files import cache_folder, replacing
 
 SCHEMA = 1
 
@@ -222,11 +221,7 @@ def find(identity: str, folder: Path | None = None) -> Calibration | None:
 
 
 def default_folder() -> Path:
-    """`$XDG_CACHE_HOME/tilemesh/calibration`, or the same under `~/.cache`."""
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification has relative paths ignored.
-    root = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
-    return root / "tilemesh" / "calibration"
+    return cache_folder() / "calibration"
 
 
 def path_for(identity: str, folder: Path | None = None) -> Path:

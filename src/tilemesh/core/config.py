@@ -410,7 +410,9 @@ def _resolved_rules(cls: type[Any]) -> Mapping[str, _FieldRule]:
             section_type(hint), numbers, is_whole(hint), get_origin(hint) is tuple, tuple(_options(hint)),
             takes_bool=bool in members, takes_none=types.NoneType in members,
         )  # fmt: skip
-        if rule.section is not None or numbers is not None or rule.choices or rule.takes_bool:
+        # Beside a mapping or a text, true and false are two values of many.
+        others = [each for each in get_args(hint) if each not in (bool, types.NoneType) and get_origin(each) != Literal]
+        if rule.section is not None or numbers is not None or rule.choices or (rule.takes_bool and not others):
             rules[name] = rule
     return rules
 

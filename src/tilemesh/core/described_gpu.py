@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Annotated
 
 from tilemesh.core import config
 from tilemesh.core.errors import UsageError
@@ -16,25 +17,25 @@ from tilemesh.core.hardware import DEVICES, GPUS_PER_NODE, ClusterNode, Link, fi
 from tilemesh.core.ranges import Range
 
 _GIB, _MIB = 2**30, 2**20
-_ABOVE = Range(0, above=True)
-_COUNT = Range(1, 2**31 - 1)
+_Above = Annotated[float, Range(0, above=True)]
+_Count = Annotated[int, Range(1, 2**31 - 1)]
 
 
 @dataclass(frozen=True)
 class DensePeaks:
     """Peaks of matrix products without sparsity, in TFLOP/s, by dtype."""
 
-    fp64: float | None = None
+    fp64: _Above | None = None
     """Of tensor cores where they take fp64."""
-    fp32: float | None = None
+    fp32: _Above | None = None
     """Without tf32."""
-    tf32: float | None = None
+    tf32: _Above | None = None
     """fp32 operands on tensor cores."""
-    bf16: float | None = None
+    bf16: _Above | None = None
     """Half of what a datasheet prints "with sparsity"."""
-    fp16: float | None = None
+    fp16: _Above | None = None
     """As bf16 on most GPUs."""
-    fp8: float | None = None
+    fp8: _Above | None = None
     """Twice bf16 on most GPUs that have it."""
 
 
@@ -47,21 +48,21 @@ class GpuDescription:
     like: str
     """A GPU that is known (t4, a10, a100, h100, h200, b200), of the same generation where there is one: what share of a
     peak its kernels reach counts here too."""
-    memory_gib: float | None = None
+    memory_gib: _Above | None = None
     """Capacity, in GiB."""
-    bandwidth_tb_per_s: float | None = None
+    bandwidth_tb_per_s: _Above | None = None
     """Of its memory, in TB/s."""
-    power_w: float | None = None
+    power_w: _Above | None = None
     """What the board may draw, in watts: below that of the GPU it is like, matrix products run slower."""
-    multiprocessors: int | None = None
+    multiprocessors: _Count | None = None
     """Streaming multiprocessors."""
-    cache_mib: float | None = None
+    cache_mib: _Above | None = None
     """The last-level cache, in MiB."""
-    per_node: int | None = None
+    per_node: _Count | None = None
     """GPUs in one machine; 8 if not given."""
-    link_gb_per_s: float | None = None
+    link_gb_per_s: _Above | None = None
     """Between GPUs of one machine, in GB/s in one direction: half of what is advertised for NVLink."""
-    network_gb_per_s: float | None = None
+    network_gb_per_s: _Above | None = None
     """Between machines, for each GPU, in GB/s in one direction: 50 for a 400 Gbit/s port per GPU."""
     tflops: DensePeaks = DensePeaks()
     """Dense peaks."""
@@ -73,15 +74,7 @@ class GpuDescription:
             raise UsageError(f"name is '{self.name}', which is known already: give another, such as my-{self.name}")
         if find_device(self.like).kind != "gpu":
             raise UsageError(f"like is '{self.like}': expected a GPU, one of {', '.join(gpu_names())}")
-        for name in ("multiprocessors", "per_node"):
-            if getattr(self, name) is not None:
-                _COUNT.check(name, getattr(self, name), whole=True)
-        for name in ("memory_gib", "bandwidth_tb_per_s", "power_w", "cache_mib", "link_gb_per_s", "network_gb_per_s"):
-            if getattr(self, name) is not None:
-                _ABOVE.check(name, getattr(self, name))
-        for peak in fields(self.tflops):
-            if getattr(self.tflops, peak.name) is not None:
-                _ABOVE.check(f"tflops.{peak.name}", getattr(self.tflops, peak.name))
+        config.check_fields(self)
 
     @property
     def node(self) -> ClusterNode:

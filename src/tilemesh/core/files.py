@@ -23,9 +23,9 @@ _UNFINISHED = f".unfinished{PART}"
 
 
 def cache_folder() -> Path:
-    """The user's cache folder by the XDG convention."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "tilemesh"
+    """`$XDG_CACHE_HOME/tilemesh`, or the same under `~/.cache`; the XDG specification has relative paths ignored."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "tilemesh"
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -11,22 +11,15 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
+from tilemesh.core.config import check_fields
 from tilemesh.core.errors import UsageError
-from tilemesh.core.ranges import SEED, TEMPERATURE, Range, shown
+from tilemesh.core.ranges import SEED, TEMPERATURE, TOP_P, Range, shown
 
-_NUMBERS = {
-    "temperature": TEMPERATURE, "top_p": Range(0, 1, above=True), "min_p": Range(0, 1),
-    "repetition_penalty": Range(1e-6, 1_000_000), "presence_penalty": Range(-2, 2),
-    "frequency_penalty": Range(-2, 2),
-}  # fmt: skip
 MOST_LOGPROBS = 20
-_WHOLE = {
-    "max_tokens": Range(1, 10_000_000), "top_k": Range(0, 1_000_000_000), "n": Range(1, 128), "seed": SEED,
-    "logprobs": Range(0, MOST_LOGPROBS), "prompt_logprobs": Range(0, MOST_LOGPROBS),
-}  # fmt: skip
-_MAY_BE_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
+_Logprobs = Annotated[int, Range(0, MOST_LOGPROBS)]
+_Penalty = Annotated[float, Range(-2, 2)]
 _BIAS = Range(-100, 100)
 _MOST_STOPS, _LONGEST_STOP = 16, 1024
 _MOST_TOKENS_NAMED = 4096
@@ -40,27 +33,27 @@ class Sampling:
     all keep, each looking at what the one before it left.
     """
 
-    max_tokens: int | None = None
+    max_tokens: Annotated[int, Range(1, 10_000_000)] | None = None
     """None: until the context, or the pool of pages, is full."""
-    temperature: float = 1.0
+    temperature: Annotated[float, TEMPERATURE] = 1.0
     """0 always takes the likeliest token."""
-    top_k: int = 0
+    top_k: Annotated[int, Range(0, 1_000_000_000)] = 0
     """Only the k likeliest; 0: all."""
-    top_p: float = 1.0
+    top_p: Annotated[float, TOP_P] = 1.0
     """Only the likeliest that together reach this share."""
-    min_p: float = 0.0
+    min_p: Annotated[float, Range(0, 1)] = 0.0
     """Only tokens at least this share as likely as the likeliest."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: Annotated[float, Range(1e-6, 1_000_000)] = 1.0
     """Tokens of prompt and output: positive logits are divided by it, negative ones multiplied."""
-    presence_penalty: float = 0.0
+    presence_penalty: _Penalty = 0.0
     """Subtracted from the logits of tokens that the output has."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: _Penalty = 0.0
     """The same for each time that the output has them."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these tokens."""
-    seed: int | None = None
+    seed: Annotated[int, SEED] | None = None
     """Random numbers are keyed by (seed, number of the answer, position). None: the engine gives each request one."""
-    n: int = 1
+    n: Annotated[int, Range(1, 128)] = 1
     """Answers to the same prompt."""
     stop: tuple[str, ...] = ()
     """The output ends before the first of these."""
@@ -71,29 +64,20 @@ class Sampling:
     """The output matches this regular expression as a whole, unless `max_tokens` or a stop string ends it before."""
     json_schema: Mapping[str, Any] | bool | None = None
     """The same: it is JSON that this schema allows."""
-    logprobs: int | None = None
+    logprobs: _Logprobs | None = None
     """Log-probabilities of each output token and of so many likeliest: the model's own, before bias, penalties and
     temperature; and as sampled, after these and the filters."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: _Logprobs | None = None
     """The model's own for the prompt's tokens, from the second on."""
-    deadline_s: float | None = None
+    deadline_s: Annotated[float, Range(0, 1e9, above=True)] | None = None
     """Seconds from when it is asked: an answer that has not ended by then ends with what it has (`deadline`)."""
     adapter: str | None = None
     """Which of the engine's adapters computes it; None: the model as it is."""
 
     def __post_init__(self) -> None:
-        for name, numbers in _NUMBERS.items():
-            numbers.check(name, getattr(self, name))
-        for name, numbers in _WHOLE.items():
-            value = getattr(self, name)
-            if value is not None or name not in _MAY_BE_NONE:
-                numbers.check(name, value, whole=True)
-        if self.deadline_s is not None:
-            Range(0, 1e9, above=True).check("deadline_s", self.deadline_s)
+        check_fields(self)
         if not isinstance(self.adapter, str | None):
             raise UsageError(f"adapter is {shown(self.adapter)}: expected the name of one that is loaded")
-        if not isinstance(self.ignore_eos, bool):
-            raise UsageError(f"ignore_eos is {shown(self.ignore_eos)}: expected true or false")
         if self.regex is not None and not isinstance(self.regex, str):
             raise UsageError(f"regex is {shown(self.regex)}: expected a regular expression as text")
         if not isinstance(self.json_schema, Mapping | bool | None):

@@ -20,8 +20,9 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+from tilemesh.core.config import check_fields
 from tilemesh.core.errors import RunError, UsageError, unknown
 from tilemesh.core.ranges import Range
 from tilemesh.serve.local_pages import LocalPages
@@ -39,45 +40,44 @@ class QueueFullError(RunError):
 
 KV_CACHES = ("", "int8", "fp8")
 """How keys and values may be kept: as they are computed, or in 8 bits."""
+Count = Annotated[int, Range(1, 2**40)]
+CountOrNone = Annotated[int, Range(0, 2**40)]
 
 
 @dataclass(frozen=True)
 class ServeLimits:
     """What a scheduler may use."""
 
-    pages: int
-    context: int
+    pages: Count
+    context: Count
     """The most tokens that a sequence may have."""
-    page_tokens: int = 16
-    step_tokens: int = 512
+    page_tokens: Count = 16
+    step_tokens: Count = 512
     """The budget of one step."""
-    chunk_tokens: int = 512
+    chunk_tokens: Count = 512
     """The most tokens of one prompt in one step."""
-    running: int = 64
+    running: Count = 64
     """The most requests that have pages."""
-    waiting: int = 1024
+    waiting: Count = 1024
     """The most requests beside those; more are refused."""
-    swap_pages: int = 0
+    swap_pages: CountOrNone = 0
     """Pages in the CPU's memory for preempted requests; where they are used up, a request is computed again."""
     share_prefixes: bool = True
     share_answers: bool = True
     """Whether pages with tokens of answers are among those that are found."""
-    patience: int = 256
+    patience: CountOrNone = 256
     """Steps that one unit of priority is worth."""
     kv_cache: str = ""
     """int8 or fp8: keys and values are kept in 8 bits, with a scale for each token and head; empty: as computed."""
-    window: int = 0
+    window: CountOrNone = 0
     """Tokens that any layer attends to, the newest included: pages behind them are free again; 0: all."""
-    local_pages: int = 0
+    local_pages: CountOrNone = 0
     """Where not every layer has that window: pages of those that do, which alone are free again; 0: all layers do."""
 
     def __post_init__(self) -> None:
         if self.kv_cache not in KV_CACHES:
             raise unknown("kv_cache", self.kv_cache, KV_CACHES[1:])
-        for name in ("pages", "context", "page_tokens", "step_tokens", "chunk_tokens", "running", "waiting"):
-            Range(1, 2**40).check(name, getattr(self, name), whole=True)
-        for name in ("swap_pages", "patience", "window", "local_pages"):
-            Range(0, 2**40).check(name, getattr(self, name), whole=True)
+        check_fields(self)
         if self.local_pages and (self.swap_pages or self.local_pages < self.pages_for(self.window) + 2):
             raise UsageError(
                 f"local_pages is {self.local_pages}, window {self.window}, swap_pages {self.swap_pages}: expected two "
