@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from sampled import sampled
-from wrong_answers import WRONG_FUNCTIONS
+from wrong_answers import WRONG_FUNCTIONS, box_of_floats
 
 from tilemesh.cli.main import main
 from tilemesh.comm import run_threads
@@ -504,6 +504,11 @@ def test_ranks_that_wait_are_not_told_how_patient_the_check_is() -> None:
     said = [str(swap.correct(answer)) for answer in WRONG_FUNCTIONS["swap"]]
     assert any("has waited" in words for words in said)
     assert not any("ending the job" in words for words in said)
+
+
+def test_numbers_that_were_never_sent_are_told_from_numbers_that_did_not_come() -> None:
+    ring = next(one for one in part_of("3").exercises() if one.key == "ring_gather")
+    assert "Messages are bytes" in str(ring.correct(box_of_floats))
 
 
 def test_ranks_that_wait_in_a_collective_are_not_told_either(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,8 @@ from tilemesh.guide.guessing.work import pick, verify
 from tilemesh.guide.host.exercises import Times
 from tilemesh.guide.host.work import timeline
 from tilemesh.guide.kv_cache.exercises import Pages
-from tilemesh.guide.locality.exercises import _column_major, _in_bytes, _shapes
-from tilemesh.guide.machine.exercises import a_rate, added, only_flops, shorter
+from tilemesh.guide.locality.exercises import WRONG_STRIDES
+from tilemesh.guide.machine.exercises import WRONG_TIMES
 from tilemesh.guide.messages.exercises import swap
 from tilemesh.guide.pipelines.exercises import one_f_one_b
 from tilemesh.guide.policy.exercises import advantages
@@ -706,17 +706,8 @@ WRONG_FUNCTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
         copies_all,
         one_per_token,
     ),
-    "strides_of": (
-        _in_bytes,
-        _column_major,
-        _shapes,
-    ),
-    "bound_time": (
-        added,
-        shorter,
-        only_flops,
-        a_rate,
-    ),
+    "strides_of": tuple(WRONG_STRIDES.values()),
+    "bound_time": tuple(WRONG_TIMES.values()),
     "swap": (
         send_first,
         no_wait,

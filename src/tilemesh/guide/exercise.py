@@ -179,6 +179,8 @@ def code(
             return correct(calls)
         except _NoResultError as error:
             return str(error)
+        except RunError as error:
+            return why_stuck(error)
         except Exception as error:
             if not calls.raised and calls.results:  # it was the check that could do nothing with what came
                 return f"`{key}` did not return {returns}: it returned {calls.results[-1]!r:.60}."
@@ -255,22 +257,16 @@ def _line_of(function: Callable[..., Any], error: BaseException) -> str:
     return f" in line {lines[-1]} of {Path(code_of.co_filename).name}" if lines else ""
 
 
-def waiting(error: RunError) -> str:
-    """Who waited for whom. How patient the check was is nothing of the reader's."""
-    return str(error).partition("; ending the job")[0]
-
-
-def why_not_together(error: RunError) -> str:
-    """What a failed collective means."""
-    return f"The ranks waited for one another: {waiting(error)}. All ranks must make the same collective calls."
-
-
 def why_stuck(error: RunError) -> str:
-    """What a failed exchange of messages means: ranks that wait for one another, or messages that do not fit."""
-    if "has waited" in str(error):
-        who = waiting(error)
-        return f"The ranks waited for one another: {who}. Begin the receive before you wait for the send (chapter 2)."
-    return f"A message did not arrive as it was expected: {error}. A box has the shape and dtype of what will come."
+    """What it means that ranks did not come to their end: they wait for one another, or messages do not fit. How
+    patient the check was is nothing of the reader's."""
+    who = str(error).partition("; ending the job")[0]
+    if "has waited" not in who:
+        return f"A message did not arrive as it was expected: {who}. A box has the shape and dtype of what will come."
+    is_collective = re.search(r"in \w+ #\d", who)  # which are numbered
+    rule = "All ranks must make the same collective calls."
+    rule = rule if is_collective else "Begin the receive before you wait for the send (chapter 2)."
+    return f"The ranks waited for one another: {who}. {rule}"
 
 
 def function_in(path: Path, name: str) -> Callable[..., Any]:

@@ -24,12 +24,12 @@ from typing import Any, Literal, get_args
 from rich.console import Console
 from rich.syntax import Syntax
 
+from tilemesh.bench.harness import Estimate, exactly, make_row
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.guide.book import next_part, part_of
 from tilemesh.guide.exercise import Exercise
 from tilemesh.guide.progress import Guessed, ReaderProgress
 from tilemesh.guide.quantity import hint_of, parse_quantity
-from tilemesh.measure.machine import stamp
 from tilemesh.measure.row import CaseValue, Row
 from tilemesh.measure.sample import Sample
 from tilemesh.measure.table import format_value, print_rows, print_words, wrapped
@@ -144,22 +144,14 @@ class Lesson:
         figure: Figure = "measured",
     ) -> Row:
         """Put the result beside the guess, and keep the row. A missing limit says why. `figure`: how it was had."""
-        sample = measured if isinstance(measured, Sample) else Sample.of([measured])
-        reasons = {"peers": "nothing else was run here"} if not peers else {}
-        if guess.model is None:
-            reasons["predicted"] = "no cost model was given"
-        row = Row(
-            name=guess.name,
-            case={**(case or {}), **({} if figure == "measured" else {"figure": figure})},
-            unit=guess.unit,
-            predicted=guess.model,
-            measured=sample,
-            limit=limit,
-            peers=peers or {},
-            missing={**reasons, **(missing or {})},
-            guess=guess.value,
-            **stamp(),
-        )
+        sample = measured if isinstance(measured, Sample) else exactly(float(measured))
+        row = make_row(
+            guess.name, {**(case or {}), **({} if figure == "measured" else {"figure": figure})}, sample,
+            unit=guess.unit, predicted=Estimate(guess.model, "no cost model was given"),
+            limit=Estimate(limit, (missing or {}).get("limit", "")), peers=peers, missing=missing,
+            no_peers="nothing else was run here",
+        )  # fmt: skip
+        row = replace(row, guess=guess.value)
         self.guesses.append((guess, sample.median))
         self.add(row)
         values = {
@@ -169,8 +161,7 @@ class Lesson:
             "limit": limit,
         }
         words = [f"{what} {format_value(value, guess.unit)}" for what, value in values.items() if value is not None]
-        line = f"  {guess.name}: " + " · ".join(words)
-        self._say(line)
+        self._say(f"  {guess.name}: {' · '.join(words)}")
         return row
 
     def add(self, row: Row, stored: str = "") -> None:
@@ -259,19 +250,13 @@ class Lesson:
             if rows:
                 self.console.print(f"\n[bold]{title}[/]")
                 print_rows(rows, self.console, figure)
-        guessed = [
-            Guessed(guess.question, guess.unit, guess.value, measured)
-            for guess, measured in self.guesses
-            if guess.by_reader and guess.value is not None
-        ]
         for line in how_far_off(self.guesses):
             self._say(line)
         if self._progress is not None:
-            self._progress.finish(self.part.key, guessed)
+            self._progress.finish(self.part.key, [guessed for _, guessed in guesses_of_reader(self.guesses)])
         following = next_part(self.part)
         if following is not None:
-            line = f"Next: {following.words}, tilemesh guide {following.key}"
-            self._say(line)
+            self._say(f"Next: {following.words}, tilemesh guide {following.key}")
 
 
 def show_code(code: str, console: Console, indent: str = "") -> None:
@@ -304,13 +289,18 @@ def _without_stars(text: str) -> str:
     return re.sub(r"(?<![\w*])\*([^*\s][^*\n]*)\*", r"\1", text)
 
 
-def how_far_off(guesses: list[tuple[Guess, float]]) -> list[str]:
-    """Sentences on the reader's guesses: each one's factor, and the typical one beside the cost model's."""
-    mine = [
-        (guess, Guessed(guess.question, guess.unit, guess.value, real))
-        for guess, real in guesses
+def guesses_of_reader(guesses: list[tuple[Guess, float]]) -> list[tuple[Guess, Guessed]]:
+    """Those that a reader made, beside what was measured."""
+    return [
+        (guess, Guessed(guess.question, guess.unit, guess.value, measured))
+        for guess, measured in guesses
         if guess.by_reader and guess.value is not None
     ]
+
+
+def how_far_off(guesses: list[tuple[Guess, float]]) -> list[str]:
+    """Sentences on the reader's guesses: each one's factor, and the typical one beside the cost model's."""
+    mine = guesses_of_reader(guesses)
     if not mine:
         return []
     lines = [f"  {guessed.question}: off by a factor of {guessed.factor:.3g}" for _, guessed in mine]

@@ -8,22 +8,20 @@ takes the device as an argument: tests give "cpu".
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from tilemesh.bench.harness import Estimate, make_row
 from tilemesh.comm import Communicator, run_threads
 from tilemesh.core.hardware import device_for, host_link
 from tilemesh.core.units import format_bytes
-from tilemesh.measure.machine import stamp
+from tilemesh.guide.clock import repeated
+from tilemesh.guide.messages.work import bounce
 from tilemesh.measure.row import CaseValue, Row
 from tilemesh.measure.sample import Sample
-
-ROUNDS = 5
-"""Timed repetitions, after one that does not count."""
 
 
 def gpu() -> str | None:
@@ -57,15 +55,8 @@ def finish(device: str) -> None:
 
 def timed(device: str, work: Callable[[], Any]) -> Sample:
     """Seconds of `work`, from a device that is idle until it is idle again."""
-    times = []
-    for round_number in range(ROUNDS + 1):
-        finish(device)
-        began = time.perf_counter()
-        work()
-        finish(device)
-        if round_number:
-            times.append(time.perf_counter() - began)
-    return Sample.of(times)
+    wait = partial(finish, device)
+    return Sample.of(repeated(work, before=wait, after=wait))
 
 
 def staging_seconds(device: str, nbytes: int) -> float:
@@ -89,19 +80,8 @@ def message_seconds(device: str, nbytes: int) -> float:
         import torch
 
         box = torch.ones(nbytes // 8, dtype=torch.float64, device=device)
-        times = []
-        for _ in range(ROUNDS + 1):
-            comm.barrier()
-            began = time.perf_counter()
-            if comm.rank == 0:
-                comm.send(box, to=1)
-                comm.recv(box, source=1)
-            else:
-                comm.recv(box, source=0)
-                comm.send(box, to=0)
-            finish(device)
-            times.append((time.perf_counter() - began) / 2)
-        return float(np.median(times[1:]))
+        times = repeated(lambda: bounce(comm, box), before=comm.barrier, after=partial(finish, device))
+        return float(np.median(times)) / 2
 
     return run_threads(2, there_and_back)[0]
 
@@ -111,13 +91,7 @@ def summing_seconds(ranks: int, nbytes: int) -> float:
 
     def add_up(comm: Communicator) -> float:
         x = np.ones(nbytes // 8)
-        times = []
-        for _ in range(3):
-            comm.barrier()
-            began = time.perf_counter()
-            comm.all_reduce(x, algorithm="ring")
-            times.append(time.perf_counter() - began)
-        return float(np.median(times))
+        return float(np.median(repeated(lambda: comm.all_reduce(x, algorithm="ring"), before=comm.barrier)))
 
     return max(run_threads(ranks, add_up))
 
@@ -144,32 +118,23 @@ def shared_row(
     gpu_name = name_of(device)
     known = device_for(gpu_name)
     peak = None if known is None else known.peak_flops_per_s.get("fp64")
-    missing = {} if peak else {"limit": f"no fp64 peak of '{gpu_name}' is known here"}
-    row = Row(
-        name=name,
-        case={"gpu": gpu_name, "ranks": ranks, "dtype": "fp64", **sizes},
-        unit="s",
-        predicted=by_itself.median + added_s,
-        measured=together,
-        limit=flops / peak if peak else None,
-        peers={"one process": by_itself},
-        missing=missing,
-        **stamp(),
-    )
+    limit = Estimate(flops / peak if peak else None, f"no fp64 peak of '{gpu_name}' is known here")
+    row = make_row(
+        name, {"gpu": gpu_name, "ranks": ranks, "dtype": "fp64", **sizes}, together,
+        predicted=Estimate(by_itself.median + added_s), limit=limit, peers={"one process": by_itself},
+    )  # fmt: skip
     return row, alone(), [result for _, result in ran]
 
 
 def _on_rank(comm: Communicator, device: str, work: Callable[[Communicator], Any]) -> tuple[list[float], Any]:
     """Seconds of each repetition on this rank, after one that does not count, and the last one's result."""
-    times, result = [], None
-    for round_number in range(ROUNDS + 1):
-        comm.barrier()
-        began = time.perf_counter()
-        result = work(comm)
-        finish(device)
-        if round_number:
-            times.append(time.perf_counter() - began)
-    return times, result
+    results: list[Any] = []
+
+    def keep_last() -> None:
+        results[:] = [work(comm)]
+
+    times = repeated(keep_last, before=comm.barrier, after=partial(finish, device))
+    return times, results[0]
 
 
 def all_reduce_row(device: str, ranks: int, nbytes: int, on_host: Sample, measure: Callable[[], Sample]) -> Row:
@@ -182,15 +147,9 @@ def all_reduce_row(device: str, ranks: int, nbytes: int, on_host: Sample, measur
     gpu_name = name_of(device)
     known = device_for(gpu_name)
     # Both directions of the link can work at once, so the least is one way for all ranks that share it.
-    limit = None if known is None else sharing * nbytes / host_link(known).bytes_per_s
-    return Row(
-        name="all-reduce of GPU tensors",
-        case={"gpu": gpu_name, "ranks": ranks, "array": format_bytes(nbytes)},
-        unit="s",
-        predicted=predicted,
-        measured=measure(),
-        limit=limit,
+    least_s = None if known is None else sharing * nbytes / host_link(known).bytes_per_s
+    return make_row(
+        "all-reduce of GPU tensors", {"gpu": gpu_name, "ranks": ranks, "array": format_bytes(nbytes)}, measure(),
+        predicted=Estimate(predicted), limit=Estimate(least_s, f"no datasheet of '{gpu_name}' is known here"),
         peers={"from host memory": on_host},
-        missing={} if limit else {"limit": f"no datasheet of '{gpu_name}' is known here"},
-        **stamp(),
-    )
+    )  # fmt: skip

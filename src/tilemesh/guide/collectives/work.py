@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from tilemesh.comm import Communicator, connect, minimal
 from tilemesh.guide import on_gpu
+from tilemesh.guide.clock import repeated
 
 
 def inverses(comm: Communicator) -> dict[str, bool]:
@@ -59,13 +60,7 @@ def all_reduce_seconds(nbytes: int, algorithm: str, rounds: int = 3) -> list[flo
     """Seconds of all-reduces of so many bytes on this rank, after one that does not count."""
     comm = connect()
     x, out = np.ones(nbytes // 4, np.float32), np.empty(nbytes // 4, np.float32)
-    times = []
-    for number in range(rounds + 1):
-        comm.barrier()
-        began = time.perf_counter()
-        comm.all_reduce(x, out=out, algorithm=algorithm)
-        if number:
-            times.append(time.perf_counter() - began)
+    times = repeated(lambda: comm.all_reduce(x, out=out, algorithm=algorithm), rounds, before=comm.barrier)
     assert out[0] == comm.size
     return times
 
@@ -80,22 +75,16 @@ def gpu_all_reduce_seconds(nbytes: int, device: str) -> list[float]:
     return seconds_on(connect(), nbytes, device)
 
 
-def seconds_on(comm: Communicator, nbytes: int, device: str, rounds: int = 3) -> list[float]:
+def seconds_on(comm: Communicator, nbytes: int, device: str) -> list[float]:
     """By a ring, whose messages go through the host's memory; ranks with a GPU each would use NCCL instead."""
     import torch
 
     if device.startswith("cuda"):
         torch.cuda.set_device(comm.rank % torch.cuda.device_count())
     x = torch.ones(nbytes // 4, dtype=torch.float32, device=device)
-    times = []
-    for number in range(rounds + 1):
-        on_gpu.finish(device)
-        comm.barrier()
-        began = time.perf_counter()
-        total = comm.all_reduce(x, algorithm="ring")
-        on_gpu.finish(device)
-        if number:
-            times.append(time.perf_counter() - began)
+    total = comm.all_reduce(x, algorithm="ring")
     assert total.device.type == x.device.type
     assert float(total[0]) == comm.size
-    return times
+    wait = partial(on_gpu.finish, device)
+    wait()
+    return repeated(lambda: comm.all_reduce(x, algorithm="ring"), 3, before=comm.barrier, after=wait)

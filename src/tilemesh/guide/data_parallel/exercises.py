@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from tilemesh.comm import Communicator, run_threads
-from tilemesh.core.errors import RunError
 from tilemesh.guide.apart import PATIENCE_S
-from tilemesh.guide.exercise import choice, code, numeric, why_not_together
+from tilemesh.guide.exercise import choice, code, numeric
 
 BATCH = numeric(
     "global_batch",
@@ -77,10 +76,7 @@ SUMS = tuple(np.array([10.0, -6.0]) * (rank + 1) for rank in range(len(COUNTS)))
 
 def why_not_mean(function: Callable[[Communicator, Any, int], Any]) -> str | None:
     """What is wrong with a mean over uneven shards."""
-    try:
-        results, others = _results(function, COUNTS), _results(function, OTHER_COUNTS)
-    except RunError as error:
-        return why_not_together(error)
+    results, others = _results(function, COUNTS), _results(function, OTHER_COUNTS)
     total = np.sum(SUMS, axis=0)
     expected, of_others = total / sum(COUNTS), total / sum(OTHER_COUNTS)
     if _are_all(results, expected):

@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilemesh.core.errors import UsageError
+from tilemesh.guide.clock import repeated
 from tilemesh.guide.requests.work import Load, continuous
 from tilemesh.measure.sample import Sample
 from tilemesh.serve.scheduler import ServeLimits
@@ -39,15 +40,12 @@ class SmallModel(torch.nn.Module):
 
 def seconds_of(function: Callable[[], object], repeats: int = 30, calls: int = 20) -> Sample:
     """Of one call, from several rounds of some calls."""
-    for _ in range(calls):
-        function()
-    rounds = []
-    for _ in range(repeats):
-        began = time.perf_counter()
+
+    def round_of_calls() -> None:
         for _ in range(calls):
             function()
-        rounds.append((time.perf_counter() - began) / calls)
-    return Sample.of(rounds)
+
+    return Sample.of(seconds / calls for seconds in repeated(round_of_calls, repeats))
 
 
 def call_seconds() -> float:

@@ -13,16 +13,17 @@ import torch
 from torch import Tensor
 
 import tilemesh as tm
+from tilemesh.bench.harness import Estimate, make_row
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import Device, device_for, host_link
+from tilemesh.guide.clock import repeated
 from tilemesh.guide.ladder import studies
 from tilemesh.guide.ladder.ours import OurRung, our_rungs
 from tilemesh.guide.ladder.rungs import Rung, ladder, source, v1
 from tilemesh.guide.ladder.times import RungTime, predicted_time
 from tilemesh.kernels.launch.driver import kernel_attribute
 from tilemesh.measure.gpu import KernelTimer, l2_cache_bytes, rotating_sets
-from tilemesh.measure.machine import stamp
-from tilemesh.measure.row import Row
+from tilemesh.measure.row import CaseValue, Row
 from tilemesh.measure.sample import Sample
 from tilemesh.measure.timing import Comparison, Timer, compare
 
@@ -182,20 +183,14 @@ def _case(rung: Rung, kernel: CompiledKernel, n: int, predicted: RungTime, place
 
 
 def _ladder_row(case: Mapping[str, Any], predicted: RungTime | None, timed: Comparison, place: LadderPlace) -> Row:
-    missing = {"predicted": "the counting model knows CUDA text only"} if predicted is None else {}
-    if case["rung"] not in timed:
-        missing["measured"] = timed.missing[case["rung"]]
-    return Row(
-        name="ladder",
-        case={**case, "limit_from": "datasheet"},
-        unit="s",
-        predicted=None if predicted is None else predicted.predicted_s,
-        measured=timed.get(case["rung"]),
-        limit=2 * case["n"] ** 3 / place.device.peak(case["units"]),
-        peers={"torch": timed["torch"]},
-        missing=missing,
-        **stamp(),
-    )
+    measured = timed.get(case["rung"])
+    predicted_s = None if predicted is None else predicted.predicted_s
+    return make_row(
+        "ladder", {**case, "limit_from": "datasheet"}, measured, peers={"torch": timed["torch"]},
+        predicted=Estimate(predicted_s, "the counting model knows CUDA text only"),
+        limit=Estimate(2 * case["n"] ** 3 / place.device.peak(case["units"])),
+        missing={} if measured else {"measured": timed.missing[case["rung"]]},
+    )  # fmt: skip
 
 
 def _check(name: str, result: object, operands: Operands, units: str) -> None:
@@ -247,31 +242,19 @@ def study_rows(
         timed = compare(calls, timer=place.timer(), repeats=repeats, seconds=seconds, warmup=1)
         plain = next(iter(kernels))
         for name, kernel in kernels.items():
-            predicted = None if name == plain else timed[plain].median * RATIOS[study](kernel)
-            reason = {"predicted": "the others are predicted from this one"} if predicted is None else {}
-            case = {"study": study, "variant": name}
-            rows.append(_study_row(case, predicted, timed[name], None, reason | {"limit": "a study of ratios"}))
+            predicted_s = None if name == plain else timed[plain].median * RATIOS[study](kernel)
+            predicted = Estimate(predicted_s, "the others are predicted from this one")
+            rows.append(_study_row(study, name, predicted, timed[name], Estimate(None, "a study of ratios")))
     return rows + _occupancy_rows(place, repeats, seconds, blocks)
 
 
 def _study_row(
-    case: Mapping[str, Any],
-    predicted: float | None,
-    measured: Sample,
-    limit: float | None,
-    missing: Mapping[str, str],
+    study: str, variant: str, predicted: Estimate, measured: Sample, limit: Estimate, **more: CaseValue
 ) -> Row:
-    reasons = {**missing, "peers": "variants of one kernel are compared"}
-    return Row(
-        name="ladder study",
-        case=case,
-        unit="s",
-        predicted=predicted,
-        measured=measured,
-        limit=limit,
-        missing=reasons,
-        **stamp(),
-    )
+    return make_row(
+        "ladder study", {"study": study, "variant": variant, **more}, measured, predicted=predicted, limit=limit,
+        no_peers="variants of one kernel are compared",
+    )  # fmt: skip
 
 
 def _study_call(small: studies.SmallKernel, place: LadderPlace, unused: int = 0) -> Callable[[int], object]:
@@ -295,12 +278,12 @@ def _occupancy_rows(place: LadderPlace, repeats: int, seconds: float, blocks: in
     }
     calls = {f"{fits.blocks} blocks": _study_call(small, place, unused) for unused, fits in resident.items()}
     timed = compare(calls, timer=place.timer(), repeats=repeats, seconds=seconds, warmup=1)
-    limit = 8 * small.inputs / place.device.memory_bytes_per_s
-    rows = []
-    for name, fits in zip(calls, resident.values(), strict=True):
-        case = {"study": "occupancy", "variant": name, "warps_per_sm": fits.warps, "limit_from": "datasheet"}
-        rows.append(_study_row(case, None, timed[name], limit, {"predicted": "no model of latency"}))
-    return rows
+    predicted = Estimate(None, "no model of latency")
+    limit = Estimate(8 * small.inputs / place.device.memory_bytes_per_s)
+    return [
+        _study_row("occupancy", name, predicted, timed[name], limit, warps_per_sm=fits.warps, limit_from="datasheet")
+        for name, fits in zip(calls, resident.values(), strict=True)
+    ]
 
 
 # The first kernel -----------------------------------------------------------------------------------------------------
@@ -328,24 +311,15 @@ def first_rows(copied_bytes: int = 2**26, repeats: int = 15) -> list[Row]:
     target = torch.empty(copied_bytes, dtype=torch.uint8, device=place.name)
     plain = torch.ones(copied_bytes, dtype=torch.uint8)
     limit = copied_bytes / host_link(place.device).bytes_per_s
-    for word, source_ in (("pageable", plain), ("pinned", plain.pin_memory())):
-        copied = []
-        for _ in range(repeats + 1):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            target.copy_(source_, non_blocking=word == "pinned")
-            torch.cuda.synchronize()
-            copied.append(time.perf_counter() - begin)
-        rows.append(
-            _first_row(
-                f"{copied_bytes >> 20} MiB from {word} memory", limit if word == "pinned" else None, copied[1:], limit
-            )
-        )
+    for word, source_, predicted in (("pageable", plain, None), ("pinned", plain.pin_memory(), limit)):
+        copy = functools.partial(target.copy_, source_, non_blocking=word == "pinned")
+        wait = torch.cuda.synchronize
+        name = f"{copied_bytes >> 20} MiB from {word} memory"
+        rows.append(_first_row(name, predicted, repeated(copy, repeats, before=wait, after=wait), limit))
     return rows
 
 
 def _first_row(what: str, predicted: float | None, readings: Sequence[float], limit: float | None) -> Row:
-    missing = {} if predicted is not None else {"predicted": "no model of the driver's staging buffer"}
-    if limit is None:
-        missing["limit"] = "none of hardware"
-    return _study_row({"study": "first kernel", "variant": what}, predicted, Sample.of(readings), limit, missing)
+    no_model, no_limit = "no model of the driver's staging buffer", "none of hardware"
+    measured = Sample.of(readings)
+    return _study_row("first kernel", what, Estimate(predicted, no_model), measured, Estimate(limit, no_limit))

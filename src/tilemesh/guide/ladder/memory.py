@@ -8,7 +8,7 @@ no barrier between.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -47,14 +47,7 @@ class Accesses:
         self.fewest += 1
 
     def __add__(self, other: "Accesses") -> "Accesses":
-        return Accesses(
-            self.elements + other.elements,
-            self.bytes + other.bytes,
-            self.requests + other.requests,
-            self.passes + other.passes,
-            self.lines + other.lines,
-            self.fewest + other.fewest,
-        )
+        return Accesses(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -95,8 +88,34 @@ class Lanes:
         return f"thread {lane % self.padded} of block {lane // self.padded}"
 
 
+class _SingleThread:
+    """Accesses of a grid that is a single thread, a loop nest of a CPU: counted as others are, and a hundred times
+    faster. One thread cannot race with itself."""
+
+    name: str
+    flat: Array
+    read: Accesses
+    written: Accesses
+    observer: Observer | None = None
+
+    def load_one(self, at: int) -> Any:
+        self._one(self.read, at)
+        return self.flat[at]
+
+    def store_one(self, at: int, value: Any) -> None:
+        self._one(self.written, at)
+        self.flat[at] = value
+
+    def _one(self, accesses: Accesses, at: int) -> None:
+        if not 0 <= at < self.flat.size:
+            raise RunError(f"{self.name}[{at}] is touched, which has {self.flat.size} elements")
+        if self.observer is not None:
+            self.observer(self.name, np.array([at]))
+        accesses.count_single(self.flat.itemsize)
+
+
 @dataclass
-class GlobalArray:
+class GlobalArray(_SingleThread):
     name: str
     data: Array  # one-dimensional
     lanes: Lanes
@@ -104,27 +123,14 @@ class GlobalArray:
     written: Accesses = field(default_factory=Accesses)
     observer: Observer | None = None
 
+    def __post_init__(self) -> None:
+        self.flat = self.data
+
     def load(self, at: Array, mask: Array, width: int = 1) -> Array:
         """The elements at `at` for the lanes in `mask`; (width, lanes) where a lane loads several."""
         self._count(self.read, at, mask, width)
         safe = np.where(mask, at, 0)
         return self.data[safe] if width == 1 else self.data[safe + np.arange(width)[:, None]]
-
-    def load_one(self, at: int) -> Any:
-        """As `load`, where a grid is a single thread: a loop nest of a CPU, and a hundred times faster."""
-        self._one(self.read, at)
-        return self.data[at]
-
-    def store_one(self, at: int, value: Any) -> None:
-        self._one(self.written, at)
-        self.data[at] = value
-
-    def _one(self, accesses: Accesses, at: int) -> None:
-        if not 0 <= at < self.data.size:
-            raise RunError(f"{self.name}[{at}] is touched, which has {self.data.size} elements")
-        if self.observer is not None:
-            self.observer(self.name, np.array([at]))
-        accesses.count_single(self.data.itemsize)
 
     def store(self, at: Array, values: Array, mask: Array, width: int = 1) -> None:
         self._count(self.written, at, mask, width)
@@ -151,7 +157,7 @@ class GlobalArray:
 
 
 @dataclass
-class SharedArray:
+class SharedArray(_SingleThread):
     """One array for each block. `barrier` begins a new epoch: accesses of different epochs are in order."""
 
     name: str
@@ -183,20 +189,6 @@ class SharedArray:
         self._count(self.written, at, mask, width)
         self.writing(at, mask, width)
         self.place(at, values, mask, width)
-
-    def load_one(self, at: int) -> Any:
-        """A single thread cannot race with itself."""
-        self._one(self.read, at)
-        return self.flat[at]
-
-    def store_one(self, at: int, value: Any) -> None:
-        self._one(self.written, at)
-        self.flat[at] = value
-
-    def _one(self, accesses: Accesses, at: int) -> None:
-        if not 0 <= at < self.flat.size:
-            raise RunError(f"{self.name}[{at}] is touched, which has {self.flat.size} elements")
-        accesses.count_single(self.data.itemsize)
 
     def writing(self, at: Array, mask: Array, width: int) -> None:
         """Checks that no other thread touched these elements since the barrier, and notes who writes them."""

@@ -5,7 +5,7 @@ interpreter runs the text, and the two must agree exactly.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
@@ -34,6 +34,7 @@ class Rung:
     units: str = "fp32"  # which arithmetic units multiply: fp32, tf32 or fp16
     fetch: int = 1  # elements that a thread fetches at a time
     dynamic: int = 0  # elements of dynamic shared memory
+    edits: Mapping[str, str] = field(default_factory=dict)  # what this rung writes otherwise than the file
 
     def grid(self, n: int) -> tuple[int, int]:
         if n % self.tile[0] or n % self.tile[1]:
@@ -58,8 +59,11 @@ class Rung:
 
     def text(self) -> str:
         """What is compiled and what is interpreted: the constants, then the file."""
-        constants = "".join(f"constexpr int {name} = {value};\n" for name, value in self.constants.items())
-        return constants + source(self.file)
+        text = source(self.file)
+        for before, after in self.edits.items():
+            assert before in text, before
+            text = text.replace(before, after)
+        return with_constants(text, self.constants)
 
     def predicted(self, n: int) -> tuple[int, int]:
         """Elements read from global and from shared memory."""
@@ -68,6 +72,11 @@ class Rung:
 
 def source(file: str) -> str:
     return (resources.files("tilemesh.guide.ladder") / "cuda" / file).read_text()
+
+
+def with_constants(text: str, constants: Mapping[str, int]) -> str:
+    """A text with the sizes that it is compiled or interpreted for."""
+    return "".join(f"constexpr int {name} = {value};\n" for name, value in constants.items()) + text
 
 
 def _exact(reads: float) -> int:
@@ -101,10 +110,33 @@ def _register_rung(names: _Names, reads: str, formula: Formula, v: int, side: in
     return Rung(*names, {"V": v}, (side, side), tile, reads, formula, none, across_first=False)
 
 
-def _shared_rung(names: _Names, v: int, tile: int, s: int, pad: int | None = None, fetch: int = 1) -> Rung:
+def _shared_rung(
+    names: _Names,
+    v: int,
+    tile: int,
+    s: int,
+    pad: int | None = None,
+    fetch: int = 1,
+    edits: Mapping[str, str] | None = None,
+) -> Rung:
     constants = {"V": v, "L": tile, "S": s, "BLOCKS": 2} | ({} if pad is None else {"PAD": pad})
     block = ((tile // v) ** 2, 1)
-    return Rung(*names, constants, block, (tile, tile), "2N³/L", _tiled, _from_registers, fetch=fetch)
+    tiles = (tile, tile)
+    return Rung(*names, constants, block, tiles, "2N³/L", _tiled, _from_registers, fetch=fetch, edits=edits or {})
+
+
+# In v3's text: threads that are neighbours fetch a row of A's elements, not a column's ...
+_ALONG_ROWS = {
+    "sA[element / L][element % L]": "sA[element % S][element / S]",
+    "A[(row + element % L) * N + ko + element / L]": "A[(row + element / S) * N + ko + element % S]",
+    "neighbours in different rows": "neighbours in one row",
+}
+# ... and the columns of a thread lie apart, in rows with elements that nobody uses at their end.
+_APART = {
+    "sA[S][L]": "sA[S][L + PAD]",
+    "sB[k][tx * V + x]": "sB[k][x * SIDE + tx]",
+    "column + tx * V + y": "column + y * SIDE + tx",
+}
 
 
 def v1(side: int = 32) -> Rung:
@@ -129,12 +161,12 @@ def v3(v: int = 8, tile: int = 128, s: int = 16) -> Rung:
 
 def coalescing(v: int = 8, tile: int = 128, s: int = 16) -> Rung:
     change = "a warp's reads of A lie in 4 sectors, not in 32"
-    return _shared_rung(("coalescing", "neighbours read neighbours", change, "coalescing.cu"), v, tile, s)
+    return _shared_rung(("coalescing", "neighbours read neighbours", change, "v3.cu"), v, tile, s, edits=_ALONG_ROWS)
 
 
 def padding(v: int = 8, tile: int = 128, s: int = 16, pad: int = 2) -> Rung:
-    change = "rows of sA are padded, a thread's columns lie apart"
-    return _shared_rung(("padding", "no bank asked twice", change, "padding.cu"), v, tile, s, pad)
+    names = ("padding", "no bank asked twice", "rows of sA are padded, a thread's columns lie apart", "v3.cu")
+    return _shared_rung(names, v, tile, s, pad, edits=_ALONG_ROWS | _APART)
 
 
 def vector(v: int = 8, tile: int = 128, s: int = 16, pad: int = 4) -> Rung:

@@ -14,7 +14,7 @@ from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import Device
 from tilemesh.guide.ladder.interpret import Counted, launch
 from tilemesh.guide.ladder.memory import WARP
-from tilemesh.guide.ladder.rungs import source
+from tilemesh.guide.ladder.rungs import source, with_constants
 
 WIDTH, HEIGHT, FIRST_BLOCK = 12, 6, (4, 3)  # of the first kernel: 6 blocks of 12 threads
 
@@ -31,8 +31,7 @@ class SmallKernel:
     inputs: int  # elements of `input`; `output` has one for each thread
 
     def text(self) -> str:
-        constants = "".join(f"constexpr int {name} = {value};\n" for name, value in self.constants.items())
-        return constants + source(self.file)
+        return with_constants(source(self.file), self.constants)
 
     def run(self, values: Any) -> tuple[Counted, Any]:
         output = np.full(self.grid[0] * self.block[0], np.nan, np.float32)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
 from tilemesh.guide.exercise import choice, code, numeric
+from tilemesh.guide.locality.strides import row_major
 
 OFFSET = numeric(
     "offset",
@@ -69,42 +69,26 @@ SHARING = choice(
 Strides = tuple[int, ...]
 
 
-def _right_strides(shape: tuple[int, ...]) -> Strides:
-    strides: list[int] = []
-    size = 1
-    for length in reversed(shape):
-        strides.insert(0, size)
-        size *= length
-    return tuple(strides)
+WRONG_STRIDES: Mapping[str, Callable[[tuple[int, ...]], Strides]] = {
+    "are bytes of 8-byte elements, as numpy's `.strides` has them. Count elements.":
+        lambda shape: tuple(8 * stride for stride in row_major(shape)),
+    "is column-major: the *first* dim has stride 1 there. Row-major: the last.":
+        lambda shape: tuple(math.prod(shape[:dim]) for dim in range(len(shape))),
+    "is right for two dims only: a stride is the product of *all* lengths behind its dim.":
+        lambda shape: (*shape[1:], 1),
+}  # fmt: skip
+"""What people answer instead, by what to say to it."""
 
 
-def _in_bytes(shape: tuple[int, ...]) -> Strides:
-    return tuple(8 * stride for stride in _right_strides(shape))
-
-
-def _column_major(shape: tuple[int, ...]) -> Strides:
-    return tuple(int(np.prod(shape[:dim], dtype=int)) for dim in range(len(shape)))
-
-
-def _shapes(shape: tuple[int, ...]) -> Strides:
-    return (*shape[1:], 1)
-
-
-def _wrong_strides(function: Callable[[tuple[int, ...]], Any]) -> str | None:
+def _why_not_strides(function: Callable[[tuple[int, ...]], Any]) -> str | None:
     for shape in ((4, 5), (2, 3, 4), (7,), (2, 1, 5, 3)):
         answer = tuple(function(shape))
-        if answer == _right_strides(shape):
+        if answer == row_major(shape):
             continue
-        if answer == _in_bytes(shape):
-            return f"{answer} for {shape} are bytes of 8-byte elements, as numpy's `.strides` has them. Count elements."
-        if answer == _column_major(shape):
-            return f"{answer} for {shape} is column-major: the *first* dim has stride 1 there. Row-major: the last."
-        if answer == _shapes(shape):
-            return (
-                f"{answer} for {shape} is right for two dims only: a stride is the product of *all* lengths "
-                "behind its dim."
-            )
-        return f"{shape} gives {answer}, expected {_right_strides(shape)}: the product of the lengths behind each dim."
+        for why, wrong in WRONG_STRIDES.items():
+            if answer == wrong(shape):
+                return f"{answer} for {shape} {why}"
+        return f"{shape} gives {answer}, expected {row_major(shape)}: the product of the lengths behind each dim."
     return None
 
 
@@ -113,8 +97,8 @@ STRIDES_OF = code(
     "Write a function that returns the row-major strides of a shape, in elements.",
     "def strides_of(shape):\n    # strides_of((4, 5)) is (5, 1)\n    ...\n",
     returns="the strides, a tuple of whole numbers",
-    solution=_right_strides,
-    correct=_wrong_strides,
+    solution=row_major,
+    correct=_why_not_strides,
     explanation="The last dim has stride 1, each one before it the product of the lengths behind.",
 )
 

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -26,8 +27,8 @@ class StridedView:
     def of(cls, data: Sequence[Any], shape: tuple[int, ...]) -> StridedView:
         """Row-major: the last dim has stride 1."""
         strides = row_major(shape)
-        if len(data) != _size(shape):
-            raise UsageError(f"{len(data)} elements for shape {shape}: expected {_size(shape)}")
+        if len(data) != math.prod(shape):
+            raise UsageError(f"{len(data)} elements for shape {shape}: expected {math.prod(shape)}")
         return cls(data, 0, shape, strides)
 
     def place(self, *index: int) -> int:
@@ -88,15 +89,4 @@ class StridedView:
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(_size(shape[dim + 1 :]) for dim in range(len(shape)))
-
-
-def column_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(_size(shape[:dim]) for dim in range(len(shape)))
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

@@ -15,6 +15,7 @@ import numpy as np
 
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.guide.ladder.interpret import Counted, launch
+from tilemesh.guide.ladder.rungs import with_constants
 from tilemesh.guide.locality.build import library, source
 from tilemesh.guide.locality.caches import SimulatedCache
 
@@ -35,8 +36,7 @@ class LoopNest:
 
     def text(self, sizes: Sizes) -> str:
         self.check(sizes)
-        constants = "".join(f"constexpr int {name} = {value};\n" for name, value in sizes.items())
-        return constants + source(self.file)
+        return with_constants(source(self.file), sizes)
 
     def check(self, sizes: Sizes) -> None:
         for tile, of in (("B1", "N"), ("B2", "N"), ("V1", "B1"), ("V2", "B2"), ("V1", "N"), ("V2", "N")):
@@ -139,8 +139,7 @@ def _run(nest: LoopNest, sizes: Sizes, a: Any, b: Any, c: Any, observe: Any = No
 def intensity(function: str, n: int = 8) -> tuple[int, int]:
     """Operations, and elements read or written, of `three_loops` or `fused`."""
     arrays = {name: np.ones(n, np.float32) for name in "ABCDETU"}
-    text = f"constexpr int N = {n};\n{source('fused.c')}"
-    counted = launch(text, function, (1, 1), (1, 1), arrays)
+    counted = launch(with_constants(source("fused.c"), {"N": n}), function, (1, 1), (1, 1), arrays)
     moved = counted.total(shared=False).elements + counted.stored(shared=False).elements
     if not (arrays["E"] == 3).all():
         raise RunError(f"{function} did not compute D + (A + B) C")
@@ -152,9 +151,9 @@ def convolution_reads(function: str, height: int, width: int, tile: int) -> int:
     random = np.random.default_rng(0)
     image = random.standard_normal((height + 2, width + 2)).astype(np.float32)
     weights, out = random.standard_normal(9).astype(np.float32), np.zeros((height, width), np.float32)
-    sizes = f"constexpr int H = {height};\nconstexpr int W = {width};\nconstexpr int T = {tile};\n"
+    text = with_constants(source("convolution.c"), {"H": height, "W": width, "T": tile})
     arrays = {"image": image, "weights": weights, "out": out}
-    counted = launch(sizes + source("convolution.c"), function, (1, 1), (1, 1), arrays)
+    counted = launch(text, function, (1, 1), (1, 1), arrays)
     windows = np.lib.stride_tricks.sliding_window_view(image, (3, 3)).astype(np.float64)
     if not np.allclose(out, (windows * weights.reshape(3, 3)).sum((2, 3)), atol=1e-4):
         raise RunError(f"{function} did not compute the convolution")
@@ -187,8 +186,7 @@ void four_by_four(const float* a, const float* b, float* c) {
 def turns(function: str, n: int = 256) -> int:
     """How often the loop of `one_by_one` or `four_by_four` goes round: as often as it writes."""
     a, b, c = np.ones(n, np.float32), np.ones(n, np.float32), np.zeros(n, np.float32)
-    text = f"constexpr int N = {n};\n{_ADDITIONS}"
-    counted = launch(text, function, (1, 1), (1, 1), {"a": a, "b": b, "c": c})
+    counted = launch(with_constants(_ADDITIONS, {"N": n}), function, (1, 1), (1, 1), {"a": a, "b": b, "c": c})
     if not (c == 2).all():
         raise RunError(f"{function} did not add")
     return counted.writes["c"].requests

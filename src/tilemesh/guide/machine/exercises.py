@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tilemesh.guide.exercise import choice, code, numeric
@@ -59,24 +59,17 @@ def bound_time(flops: float, nbytes: float, peak: float, bandwidth: float) -> fl
     return max(flops / peak, nbytes / bandwidth)
 
 
-def added(flops: float, nbytes: float, peak: float, bandwidth: float) -> float:
-    """Wrong: one after the other."""
-    return flops / peak + nbytes / bandwidth
-
-
-def shorter(flops: float, nbytes: float, peak: float, bandwidth: float) -> float:
-    """Wrong: the shorter of the two."""
-    return min(flops / peak, nbytes / bandwidth)
-
-
-def only_flops(flops: float, nbytes: float, peak: float, bandwidth: float) -> float:
-    """Wrong: forgets memory."""
-    return flops / peak
-
-
-def a_rate(flops: float, nbytes: float, peak: float, bandwidth: float) -> float:
-    """Wrong: returns FLOP/s, the height of the roof."""
-    return min(peak, flops / nbytes * bandwidth)
+WRONG_TIMES: Mapping[str, Callable[[float, float, float, float], float]] = {
+    "computing and reading happen at the same time. The roofline takes the longer, not the sum.":
+        lambda flops, nbytes, peak, bandwidth: flops / peak + nbytes / bandwidth,
+    "this is a rate, the height of the roof in FLOP/s. Asked for is the time in seconds.":
+        lambda flops, nbytes, peak, bandwidth: min(peak, flops / nbytes * bandwidth),
+    "the bytes take longer than the FLOPs, and this counts only the FLOPs.":
+        lambda flops, nbytes, peak, bandwidth: flops / peak,
+    "this is the shorter of the two times. The work is done when *both* are.":
+        lambda flops, nbytes, peak, bandwidth: min(flops / peak, nbytes / bandwidth),
+}  # fmt: skip
+"""What people compute instead, by what to say to it."""
 
 
 def why_not_bound(function: Callable[[float, float, float, float], Any]) -> str | None:
@@ -91,14 +84,9 @@ def why_not_bound(function: Callable[[float, float, float, float], Any]) -> str 
         if time_s == bound_time(flops, nbytes, peak, bandwidth):
             continue
         case = f"{flops:g} FLOPs and {nbytes:g} bytes at {peak:g} FLOP/s and {bandwidth:g} B/s ({side} of the ridge)"
-        if time_s == added(flops, nbytes, peak, bandwidth):
-            return f"{case}: computing and reading happen at the same time. The roofline takes the longer, not the sum."
-        if time_s == a_rate(flops, nbytes, peak, bandwidth):
-            return f"{case}: this is a rate, the height of the roof in FLOP/s. Asked for is the time in seconds."
-        if time_s == only_flops(flops, nbytes, peak, bandwidth):
-            return f"{case}: the bytes take longer than the FLOPs, and this counts only the FLOPs."
-        if time_s == shorter(flops, nbytes, peak, bandwidth):
-            return f"{case}: this is the shorter of the two times. The work is done when *both* are."
+        for why, wrong in WRONG_TIMES.items():
+            if time_s == wrong(flops, nbytes, peak, bandwidth):
+                return f"{case}: {why}"
         return f"{case}: expected {bound_time(flops, nbytes, peak, bandwidth):g} s, got {time_s:g}."
     return None
 

@@ -15,12 +15,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from tilemesh.core.units import format_bytes, format_rate, format_seconds
+from tilemesh.guide.clock import repeated
 from tilemesh.guide.locality.build import library
 from tilemesh.guide.locality.caches import cache_sizes
 
@@ -131,14 +132,10 @@ def _per_step(run: Callable[[int], object]) -> float:
     steps, took = 1, 0.0
     while took < SECONDS:
         steps *= 4
-        took = _seconds(run, steps)
-    return min(took, *(_seconds(run, steps) for _ in range(2))) / steps
-
-
-def _seconds(run: Callable[[int], object], steps: int) -> float:
-    began = time.perf_counter()
-    run(steps)
-    return time.perf_counter() - began
+        began = time.perf_counter()
+        run(steps)
+        took = time.perf_counter() - began
+    return min(took, *repeated(lambda: run(steps), 2)) / steps
 
 
 def _loopback(size: int = 8 << 20) -> MemoryLevel:
@@ -174,18 +171,14 @@ def _echo(server: socket.socket, size: int) -> None:
         wire.sendall(b"x")
 
 
-def _disk(size: int = 32 << 20, folder: Path | None = None) -> MemoryLevel:
+def _disk(size: int = 32 << 20) -> MemoryLevel:
     """A file that must really be written (fsync): 4 KiB for the latency, more for the bandwidth."""
-    with tempfile.NamedTemporaryFile(dir=folder) as file:
-        times = []
-        for _ in range(5):
-            began = time.perf_counter()
-            os.pwrite(file.fileno(), bytes(4096), 0)
-            os.fsync(file.fileno())
-            times.append(time.perf_counter() - began)
+    with tempfile.NamedTemporaryFile() as file:
+        sync = partial(os.fsync, file.fileno())
+        times = repeated(lambda: os.pwrite(file.fileno(), bytes(4096), 0), after=sync)
         began = time.perf_counter()
         file.write(bytes(size))
         file.flush()
-        os.fsync(file.fileno())
+        sync()
         rate = size / (time.perf_counter() - began)
     return MemoryLevel("disk", 0, float(np.median(times)), rate)

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from tilemesh.core.hardware import LINKS, Device
+from tilemesh.guide.clock import repeated
 from tilemesh.measure.row import Row
 
 
@@ -30,12 +31,7 @@ def half_serial(workers: int, serial_s: float, parallel_s: float) -> float:
 def add_seconds(elements: int) -> float:
     """Seconds of z = x + y on float64 arrays that exist already: the best of some."""
     x, y, z = np.ones(elements), np.ones(elements), np.zeros(elements)
-    times = []
-    for _ in range(7):
-        began = time.perf_counter()
-        np.add(x, y, out=z)
-        times.append(time.perf_counter() - began)
-    return min(times)
+    return min(repeated(lambda: np.add(x, y, out=z), 6))
 
 
 def matmul_on(device: Device, devices: int, link: str, size: int = 8192) -> float:

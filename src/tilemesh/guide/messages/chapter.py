@@ -137,7 +137,7 @@ assert run_threads(2, lambda comm: work.on_a_device(comm, "cpu")) == ["sum is [2
 # this process is timed first: no message can be quicker than that.
 
 # %%
-lesson.source(work.ping_pong)
+lesson.source(work.ping_pong, work.bounce)
 small, large = 8, 16 << 20  # bytes; 16 << 20 is 16 * 2**20, 16 MiB
 copy_s = work.copy_seconds(large)
 print(f"one copy of 16 MiB inside this process: {format_seconds(copy_s)}")

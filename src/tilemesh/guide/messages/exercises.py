@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tilemesh.comm import Communicator, run_threads
-from tilemesh.core.errors import RunError
 from tilemesh.guide.apart import PATIENCE_S
-from tilemesh.guide.exercise import choice, code, numeric, why_stuck
+from tilemesh.guide.exercise import choice, code, numeric
 from tilemesh.guide.watched import WatchedCalls, watched
 
 TOKEN = numeric(
@@ -85,10 +84,7 @@ class Swapped(NamedTuple):
 def why_not_swap(function: Callable[[Communicator, Any, int], Any]) -> str | None:
     """What is wrong with a swap, found by swapping on two threads and on four."""
     for ranks in (2, 4):
-        try:
-            results = run_threads(ranks, lambda comm: _try(comm, function), timeout_s=PATIENCE_S)
-        except RunError as error:
-            return why_stuck(error)
+        results = run_threads(ranks, lambda comm: _try(comm, function), timeout_s=PATIENCE_S)
         wrong = [why for rank, swapped in enumerate(results) if (why := _why_wrong(rank, swapped)) is not None]
         # Wrong numbers on any rank say more than a wait that is missing: of two ranks that read too early one may be
         # lucky and find its message there.

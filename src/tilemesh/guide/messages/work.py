@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from tilemesh.comm import Communicator, connect
+from tilemesh.guide.clock import repeated
 
 
 def greet(comm: Communicator) -> int:
@@ -92,12 +94,7 @@ def on_a_device(comm: Communicator, device: str) -> str:
 def copy_seconds(nbytes: int) -> float:
     """Seconds to copy so many bytes from one array to another; the quickest of some tries."""
     source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
-    times = []
-    for _ in range(9):
-        began = time.perf_counter()
-        np.copyto(target, source)
-        times.append(time.perf_counter() - began)
-    return min(times)
+    return min(repeated(lambda: np.copyto(target, source), 8))
 
 
 def ping_pong(sizes: Sequence[int], rounds: int = 60) -> list[list[float]]:
@@ -113,12 +110,17 @@ def ping_pong(sizes: Sequence[int], rounds: int = 60) -> list[list[float]]:
         box, times = np.zeros(size, np.uint8), []
         for _ in range(rounds):
             began = time.perf_counter()
-            if comm.rank == 0:
-                comm.send(box, to=1)
-                comm.recv(box, source=1)
-            else:
-                comm.recv(box, source=0)
-                comm.send(box, to=0)
+            bounce(comm, box)
             times.append((time.perf_counter() - began) / 2)
         times_by_size.append(times)
     return times_by_size
+
+
+def bounce(comm: Communicator, box: Any) -> None:
+    """There and back: rank 0 sends to rank 1, which sends it back."""
+    if comm.rank == 0:
+        comm.send(box, to=1)
+        comm.recv(box, source=1)
+    else:
+        comm.recv(box, source=0)
+        comm.send(box, to=0)

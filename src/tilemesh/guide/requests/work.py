@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from tilemesh.bench.serve.models import SHAPES, random_served
+from tilemesh.guide.clock import repeated
 from tilemesh.measure.sample import Sample
 from tilemesh.serve import Engine, Sampling
 from tilemesh.serve.history import RequestRecord, ServeHistory, StepRecord
@@ -45,12 +45,7 @@ def weight_bytes(served: ServedModel) -> int:
 def product_seconds(rows: int) -> float:
     """A matrix of 128 MiB times so many vectors: one token of each of so many requests."""
     matrix, vectors = torch.ones(4096, 8192), torch.ones(rows, 8192)
-    seconds = []
-    for _ in range(7):
-        began = time.perf_counter()
-        torch.nn.functional.linear(vectors, matrix)
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[2:])
+    return statistics.median(repeated(lambda: torch.nn.functional.linear(vectors, matrix)))
 
 
 PRODUCT_BYTES = 4096 * 8192 * 4

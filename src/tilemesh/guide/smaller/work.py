@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import statistics
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from torch.nn import functional
 from tilemesh.compress.distill import distill
 from tilemesh.compress.prepare import prepare
 from tilemesh.compress.recipe import read_recipe
+from tilemesh.guide.clock import repeated
 from tilemesh.measure.calibrate_operators import torch_threads
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Transformer
@@ -93,12 +93,7 @@ def product_seconds(rows: int, zeros: float = 0.0) -> float:
     draw = torch.Generator().manual_seed(0)
     matrix, x = torch.randn(rows, 1024, generator=draw), torch.randn(64, 1024, generator=draw)
     matrix *= torch.rand(matrix.shape, generator=draw) >= zeros
-    seconds = []
-    for _ in range(12):
-        began = time.perf_counter()
-        functional.linear(x, matrix)
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[2:])
+    return statistics.median(repeated(lambda: functional.linear(x, matrix), 10))
 
 
 def held_bytes(model: Transformer) -> int:
