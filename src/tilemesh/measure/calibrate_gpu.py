@@ -6,7 +6,7 @@ datasheet, where `core.hardware` has this GPU's. fp32 is IEEE arithmetic; tf32 i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
@@ -17,6 +17,7 @@ from tilemesh.core.hardware import Device, device_for
 from tilemesh.core.units import format_bytes
 from tilemesh.measure.figure import MATMUL_SHARE, MEMORY_SHARE, Figure, FigureOutcome, best, best_size
 from tilemesh.measure.gpu import KernelTimer, call_timer, l2_cache_bytes
+from tilemesh.measure.row import CaseValue
 from tilemesh.measure.sample import Sample
 from tilemesh.measure.timing import Call, compare
 
@@ -59,35 +60,32 @@ def gpu_figures(*, quick: bool = False) -> list[Figure]:
 def _matmul_figure(name: str, device: Device | None, silent: str, dtype: str, seconds: float) -> Figure:
     peak = None if device is None else device.peak_flops_per_s.get(dtype)
     why = silent if device is None else f"the datasheet of {device.name} has no {dtype} peak"
-    return Figure(
-        part="gpu",
-        rate="matmul_flops_per_s",
-        dtype=dtype,
-        name="matmul",
-        case={"gpu": name, "dtype": dtype},
-        unit="FLOP/s",
-        predicted=None if peak is None else MATMUL_SHARE * peak,
-        limit=peak,
-        missing={"peers": NO_PEER} | ({"predicted": why, "limit": why} if peak is None else {}),
-        measure=partial(_matmul, dtype, seconds),
-    )
+    return datasheet_figure(
+        "matmul", "matmul_flops_per_s", "FLOP/s", {"gpu": name, "dtype": dtype}, peak, MATMUL_SHARE, why,
+        partial(_matmul, dtype, seconds), dtype=dtype,
+    )  # fmt: skip
 
 
 def _stream_figure(
     name: str, device: Device | None, silent: str, kind: str, buffers: GpuBuffers, seconds: float
 ) -> Figure:
-    rate = None if device is None else device.memory_bytes_per_s
+    bandwidth = None if device is None else device.memory_bytes_per_s
+    case: dict[str, CaseValue] = {"gpu": name, "buffer": format_bytes(buffers.size_bytes)}
+    measure = partial(_stream, kind, buffers, seconds)
+    return datasheet_figure(kind, f"{kind}_bytes_per_s", "B/s", case, bandwidth, MEMORY_SHARE, silent, measure)
+
+
+def datasheet_figure(
+    name: str, rate: str, unit: str, case: Mapping[str, CaseValue], limit: float | None, share: float, why: str,
+    measure: Callable[[], FigureOutcome], *, dtype: str = "", key: str = "",
+) -> Figure:  # fmt: skip
+    """A rate of the GPU whose limit is its datasheet's: a share of that is predicted. Without a datasheet there is
+    neither, and `why` says so."""
     return Figure(
-        part="gpu",
-        rate=f"{kind}_bytes_per_s",
-        name=kind,
-        case={"gpu": name, "buffer": format_bytes(buffers.size_bytes)},
-        unit="B/s",
-        predicted=None if rate is None else MEMORY_SHARE * rate,
-        limit=rate,
-        missing={"peers": NO_PEER} | ({"predicted": silent, "limit": silent} if rate is None else {}),
-        measure=partial(_stream, kind, buffers, seconds),
-    )
+        part="gpu", rate=rate, dtype=dtype, key=key, name=name, case=case, unit=unit, limit=limit,
+        predicted=None if limit is None else share * limit, measure=measure,
+        missing={"peers": NO_PEER} | ({"predicted": why, "limit": why} if limit is None else {}),
+    )  # fmt: skip
 
 
 def _launch_figures(name: str, device: Device | None, seconds: float) -> list[Figure]:

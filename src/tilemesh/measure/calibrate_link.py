@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from tilemesh.core.hardware import Device, device_for, host_link
-from tilemesh.measure.calibrate_gpu import NO_PEER
+from tilemesh.measure.calibrate_gpu import datasheet_figure
 from tilemesh.measure.figure import MEMORY_SHARE, Figure, FigureOutcome
 from tilemesh.measure.sample import Sample
 
@@ -31,19 +31,10 @@ def link_figures() -> list[Figure]:
 
 def _figure(name: str, device: Device | None, way: str) -> Figure:
     limit = None if device is None else host_link(device).bytes_per_s
-    silent = f"no datasheet of '{name}' is known here"
-    return Figure(
-        part="gpu",
-        rate="host_link_bytes_per_s",
-        key=way,
-        name="host link",
-        case={"gpu": name, "direction": WAYS[way]},
-        unit="B/s",
-        predicted=None if limit is None else MEMORY_SHARE * limit,
-        limit=limit,
-        missing={"peers": NO_PEER} | ({"predicted": silent, "limit": silent} if limit is None else {}),
-        measure=partial(_measure, way),
-    )
+    return datasheet_figure(
+        "host link", "host_link_bytes_per_s", "B/s", {"gpu": name, "direction": WAYS[way]}, limit, MEMORY_SHARE,
+        f"no datasheet of '{name}' is known here", partial(_measure, way), key=way,
+    )  # fmt: skip
 
 
 def _measure(way: str) -> FigureOutcome:

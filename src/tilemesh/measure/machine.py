@@ -17,7 +17,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
@@ -191,30 +191,27 @@ def visible_gpus() -> tuple[str, ...]:
 
 def shown_gpus(uuids: Sequence[str], listed: str | None) -> tuple[str, ...]:
     """Those of the GPUs that `CUDA_VISIBLE_DEVICES` lists, as CUDA reads it."""
-    if listed is None:
-        return tuple(uuids)
-    shown: list[str] = []
-    for entry in (part.strip() for part in listed.split(",")):
-        if re.fullmatch("[0-9]{1,9}", entry) and int(entry) < len(uuids):
-            shown.append(uuids[int(entry)])
-        elif entry.startswith(("GPU-", "MIG-")):  # whose end may be left out
-            shown.append(next((uuid for uuid in uuids if uuid.startswith(entry)), entry))
-        else:
-            break  # what follows an entry that is none is hidden too
-    return tuple(shown)
+    # The end of an entry may be left out.
+    return _listed(uuids, listed, lambda entry: next((uuid for uuid in uuids if uuid.startswith(entry)), entry))
 
 
 def usable_gpus() -> tuple[str, ...]:
     """Names of those that this process may use: `CUDA_VISIBLE_DEVICES` hides what it does not list."""
     names, listed = gpu_names(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    # By its number of manufacture: which of them it is does not matter here.
+    return _listed(names, listed, lambda entry: names[0]) if names else ()
+
+
+def _listed(gpus: Sequence[str], listed: str | None, by_uuid: Callable[[str], str]) -> tuple[str, ...]:
+    """Of all GPUs those that `CUDA_VISIBLE_DEVICES` lists, by number or by UUID; all where it is not set."""
     if listed is None:
-        return names
+        return tuple(gpus)
     shown: list[str] = []
     for entry in (part.strip() for part in listed.split(",")):
-        if re.fullmatch("[0-9]{1,9}", entry) and int(entry) < len(names):
-            shown.append(names[int(entry)])
-        elif entry.startswith(("GPU-", "MIG-")) and names:
-            shown.append(names[0])  # by its number of manufacture: which of them it is does not matter here
+        if re.fullmatch("[0-9]{1,9}", entry) and int(entry) < len(gpus):
+            shown.append(gpus[int(entry)])
+        elif entry.startswith(("GPU-", "MIG-")):
+            shown.append(by_uuid(entry))
         else:
             break  # as CUDA reads it: what follows an entry that is none is hidden too
     return tuple(shown)

@@ -74,7 +74,7 @@ class Trace:
             # By a thread, because a rank that has gone quiet (in a long call, in a hang) must keep its last spans too.
             threading.Thread(target=self._keep_flushing, name="trace", daemon=True).start()
 
-    def span(self, name: str, *, kind: str = "work", **details: Any) -> RecordedSpan | _Nothing:
+    def span(self, name: str, *, kind: str = "work", **details: Any) -> contextlib.AbstractContextManager[object]:
         """A stretch of time, as a context manager; `details` show when it is clicked."""
         return RecordedSpan(self, name, kind, details) if self.on else _NOTHING
 
@@ -173,17 +173,7 @@ class RecordedSpan:
         )
 
 
-class _Nothing:
-    __slots__ = ()
-
-    def __enter__(self) -> _Nothing:
-        return self
-
-    def __exit__(self, kind: object, error: object, where: object) -> None:
-        return None
-
-
-_NOTHING = _Nothing()
+_NOTHING = contextlib.nullcontext()
 _ENCODER = json.JSONEncoder(default=str, separators=(",", ":"))
 
 

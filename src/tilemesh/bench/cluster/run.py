@@ -12,17 +12,16 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from tilemesh.bench.cluster.links import Fault, Kind, LinkReading, RankSeat, faults, kind_of, rounds
+from tilemesh.bench.harness import Estimate, make_row
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.context import membership
 from tilemesh.core.hardware import device_for, make_node
-from tilemesh.measure.machine import stamp
-from tilemesh.measure.row import Row
+from tilemesh.measure.row import CaseValue, Row
 from tilemesh.measure.sample import Sample
 from tilemesh.parallel.agree import tell_all
 
@@ -192,36 +191,32 @@ def _flops_per_s(device: torch.device) -> float:
 def cluster_rows(reading: ClusterReading) -> list[Row]:
     """The median link and the slowest of each kind, and the quickest and slowest rank's computing."""
     rows = []
-    silent = "nothing is predicted of a cluster that was not seen before"
+    silent = Estimate(None, "nothing is predicted of a cluster that was not seen before")
     for kind in ("inside a host", "between hosts"):
         links = [link for link in reading.links if kind_of(reading.seats, link.a, link.b) == kind]
         if not links:
             continue
-        limit = reading.promised.get(kind)
-        why = {"predicted": silent, "peers": "the other links are"} | (
-            {} if limit else {"limit": "no datasheet of this link is known here"}
-        )
         slowest = min(links, key=lambda link: link.bytes_per_s)
-        case = {"links": len(links), "slowest": f"{slowest.a}-{slowest.b}"}
-        rows.append(_row(f"bandwidth {kind}", "B/s", [link.bytes_per_s for link in links], limit, why, case))
-        far = {"limit": "no datasheet says", **why}
-        rows.append(_row(f"latency {kind}", "s", [link.latency_s for link in links], None, far, case))
-    device = device_for(reading.gpu) if reading.gpu else None
-    limit = None if device is None else device.peak_flops_per_s.get("bf16")
-    why = {"predicted": silent, "peers": "the other ranks are"} | ({} if limit else {"limit": "not calibrated"})
-    slow = min(reading.flops_per_s, key=lambda rank: reading.flops_per_s[rank])
-    rows.append(
-        _row(
-            "matrix product of a rank", "FLOP/s", list(reading.flops_per_s.values()), limit, why, {"slowest": str(slow)}
+        case: dict[str, CaseValue] = {"links": len(links), "slowest": f"{slowest.a}-{slowest.b}"}
+        rates, latencies = (
+            Sample.of(values) for values in zip(*((link.bytes_per_s, link.latency_s) for link in links), strict=True)
         )
-    )
-    return rows
-
-
-def _row(
-    name: str, unit: str, values: list[float], limit: float | None, missing: Mapping[str, str], case: Mapping[str, Any]
-) -> Row:
-    return Row(
-        name=name, case=case, unit=unit, predicted=None, measured=Sample.of(values), limit=limit, missing=missing,
-        **stamp(),
+        promised = Estimate(reading.promised.get(kind), "no datasheet of this link is known here")
+        rows += [
+            make_row(
+                f"bandwidth {kind}", case, rates, unit="B/s", predicted=silent, limit=promised,
+                no_peers="the other links are",
+            ),
+            make_row(
+                f"latency {kind}", case, latencies, predicted=silent, limit=Estimate(None, "no datasheet says"),
+                no_peers="the other links are",
+            ),
+        ]  # fmt: skip
+    device = device_for(reading.gpu) if reading.gpu else None
+    limit = Estimate(None if device is None else device.peak_flops_per_s.get("bf16"), "not calibrated")
+    slow = min(reading.flops_per_s, key=lambda rank: reading.flops_per_s[rank])
+    speeds = make_row(
+        "matrix product of a rank", {"slowest": str(slow)}, Sample.of(reading.flops_per_s.values()), unit="FLOP/s",
+        predicted=silent, limit=limit, no_peers="the other ranks are",
     )  # fmt: skip
+    return [*rows, speeds]

@@ -143,61 +143,51 @@ class BlockStack(nn.Module):
         return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
 
 
-def _transformers() -> Any:
-    return importlib.import_module("transformers")
+def _of_transformers(config: str, model: str, **settings: Any) -> Any:
+    """A model of transformers, by the names of its two classes."""
+    transformers = importlib.import_module("transformers")
+    return getattr(transformers, model)(getattr(transformers, config)(**settings))
 
 
 def _text(kind: str, size: ModelSize, **more: Any) -> Any:
-    transformers = _transformers()
-
     sizes = {
         "hidden_size": size.width, "num_hidden_layers": size.layers, "num_attention_heads": size.heads,
         "vocab_size": size.vocabulary, "intermediate_size": 2 * size.width, "max_position_embeddings": 2 * size.tokens,
         "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
     }  # fmt: skip
-    config = getattr(transformers, f"{kind}Config")(**sizes | more)
     head = "ForMaskedLM" if kind == "Bert" else "ForCausalLM"
-    return getattr(transformers, f"{kind}{head}")(config)
+    return _of_transformers(f"{kind}Config", f"{kind}{head}", **sizes | more)
 
 
 def _gpt2(size: ModelSize) -> Any:
-    transformers = _transformers()
-
-    config = transformers.GPT2Config(
-        n_embd=size.width, n_layer=size.layers, n_head=size.heads, vocab_size=size.vocabulary, n_positions=size.tokens,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
+    return _of_transformers(
+        "GPT2Config", "GPT2LMHeadModel", n_embd=size.width, n_layer=size.layers, n_head=size.heads,
+        vocab_size=size.vocabulary, n_positions=size.tokens, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    return transformers.GPT2LMHeadModel(config)
 
 
 def _t5(size: ModelSize) -> Any:
-    transformers = _transformers()
-
-    config = transformers.T5Config(
-        d_model=size.width, d_kv=size.width // size.heads, d_ff=2 * size.width, num_layers=size.layers,
-        num_heads=size.heads, vocab_size=size.vocabulary, dropout_rate=0.0, decoder_start_token_id=0,
+    return _of_transformers(
+        "T5Config", "T5ForConditionalGeneration", d_model=size.width, d_kv=size.width // size.heads,
+        d_ff=2 * size.width, num_layers=size.layers, num_heads=size.heads, vocab_size=size.vocabulary,
+        dropout_rate=0.0, decoder_start_token_id=0,
     )  # fmt: skip
-    return transformers.T5ForConditionalGeneration(config)
 
 
 def _vit(size: ModelSize) -> Any:
-    transformers = _transformers()
-
-    config = transformers.ViTConfig(
-        hidden_size=size.width, num_hidden_layers=size.layers, num_attention_heads=size.heads,
-        intermediate_size=2 * size.width, image_size=size.side, patch_size=8,
+    return _of_transformers(
+        "ViTConfig", "ViTForImageClassification", hidden_size=size.width, num_hidden_layers=size.layers,
+        num_attention_heads=size.heads, intermediate_size=2 * size.width, image_size=size.side, patch_size=8,
     )  # fmt: skip
-    return transformers.ViTForImageClassification(config)
 
 
 def _resnet(size: ModelSize) -> Any:
-    transformers = _transformers()
-
-    widths = [size.width // 4, size.width // 2, size.width, size.width]
-    config = transformers.ResNetConfig(
-        embedding_size=size.width // 4, hidden_sizes=widths, depths=[2, 2, 2, 2], layer_type="basic"
-    )
-    return transformers.ResNetForImageClassification(config)
+    return _of_transformers(
+        "ResNetConfig", "ResNetForImageClassification", embedding_size=size.width // 4,
+        hidden_sizes=[size.width // 4, size.width // 2, size.width, size.width], depths=[2, 2, 2, 2],
+        layer_type="basic",
+    )  # fmt: skip
 
 
 def _grouped(size: ModelSize) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 
 from tilemesh.bench.graph.run import calibrated_device
 from tilemesh.bench.harness import OURS, BenchCase, Estimate, calling
-from tilemesh.core.hardware import DEVICES, Device
+from tilemesh.core.hardware import Device
 from tilemesh.graph.by_torch import dtype_of
 from tilemesh.graph.emit import program
 from tilemesh.graph.ir import Graph
@@ -17,11 +17,6 @@ from tilemesh.measure.gpu import call_timer
 from tilemesh.measure.row import Row
 
 NOT_PREDICTED = Estimate(None, "not predicted")
-
-
-def ranking_device(place: torch.device) -> Device:
-    """What programs are ranked by: the machine's calibrated rates, or those of a datasheet, which are never shown."""
-    return calibrated_device(place)[0] or DEVICES["h200" if place.type == "cuda" else "h100"]
 
 
 def predicted_here(place: torch.device, seconds: float | Callable[[Device], float]) -> Estimate:

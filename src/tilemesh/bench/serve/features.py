@@ -6,7 +6,6 @@ are computed and the time of the engine without it.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -220,60 +219,67 @@ def _agreeing(bench: FeatureBench, scale: float) -> ServedModel:
     return served
 
 
+_SIXTEEN, _ANSWER = 16, 32
+"""Requests of a batch that is timed whole, and tokens of each answer."""
+
+
+def _batch_rates(bench: FeatureBench, first: Engine, second: Engine) -> list[Sample]:
+    """Tokens per second of 16 requests by two engines in turns, prompts new in every turn. An engine with adapters has
+    them take turns in the batch."""
+    config = bench.served.model.config
+    prompts = Lengths(16, min(128, config.context - _ANSWER))
+
+    def rate(engine: Engine) -> Callable[[], float]:
+        seeds = itertools.count()
+        names: list[str | None] = [*sorted(engine.adapters)] or [None]
+        plain = Sampling(max_tokens=_ANSWER, temperature=0, ignore_eos=True)
+        each = [replace(plain, adapter=names[at % len(names)]) for at in range(_SIXTEEN)]
+
+        def tokens_per_s() -> float:
+            answer = Lengths(_ANSWER, _ANSWER)
+            load = make_load(_SIXTEEN, prompts, answer, config.vocabulary, seed=next(seeds))
+            began = time.perf_counter()
+            list(engine.generate([list(request.prompt) for request in load], each))
+            return _SIXTEEN * _ANSWER / (time.perf_counter() - began)
+
+        return tokens_per_s
+
+    taken = _in_turns({"first": rate(first), "second": rate(second)}, 4)
+    return [taken["first"], taken["second"]]
+
+
 def packed_rows(bench: FeatureBench) -> list[Row]:
-    """Weights laid out once for a CPU's products, beside plain ones: 16 requests, prompts new in every turn."""
-    config, count, output = bench.served.model.config, 16, 32
-    dtype, prompts = next(bench.served.model.parameters()).dtype, Lengths(16, min(128, config.context - output))
-    with contextlib.ExitStack() as closing:
-        calls: dict[str, Callable[[], float]] = {}
-        for way in ("plain", "packed"):
-            engine = closing.enter_context(bench.make(bench.random(), packed=way == "packed", pages=400, running=count))
-            seeds = itertools.count()
-
-            def tokens_per_s(engine: Engine = engine, seeds: Iterator[int] = seeds) -> float:
-                load = make_load(count, prompts, Lengths(output, output), config.vocabulary, seed=next(seeds))
-                began = time.perf_counter()
-                run_load(engine, load, watched=False)
-                return count * output / (time.perf_counter() - began)
-
-            calls[way] = tokens_per_s
-        taken = _in_turns(calls, 4)
-    case: dict[str, CaseValue] = {"requests": count, "by default": packs(dtype)}
+    """Weights laid out once for a CPU's products, beside plain ones."""
+    options = {"pages": 400, "running": _SIXTEEN}
+    with (
+        bench.make(bench.random(), packed=False, **options) as plain,
+        bench.make(bench.random(), packed=True, **options) as packed,
+    ):
+        without, measured = _batch_rates(bench, plain, packed)
+    dtype = next(bench.served.model.parameters()).dtype
+    case: dict[str, CaseValue] = {"requests": _SIXTEEN, "by default": packs(dtype)}
     guess = Estimate(None, "what a layout is worth to a CPU is measured")
-    return [bench.row("packed weights", case, taken["packed"], guess, "tokens/s", plain=taken["plain"])]
+    return [bench.row("packed weights", case, measured, guess, "tokens/s", plain=without)]
 
 
 def adapter_rows(bench: FeatureBench) -> list[Row]:
-    """Eight adapters in one batch beside none: 16 requests, prompts new in every turn."""
-    config, count, output, adapters, rank = bench.served.model.config, 16, 32, 8, 8
-    prompts, lora = Lengths(16, min(128, config.context - output)), LoraConfig(rank=rank)
-    with contextlib.ExitStack() as closing:
-        folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="tilemesh-adapters-")))
-        calls: dict[str, Callable[[], float]] = {}
-        for way in ("without", "adapters"):
-            slots = {"adapters": adapters, "adapter_rank": rank} if way == "adapters" else {}
-            engine = closing.enter_context(bench.make(bench.random(), pages=400, running=count, **slots))
-            for number in range(adapters if slots else 0):
-                _write_adapter(folder / str(number), config, lora, number)
-                engine.load_adapter(str(number), folder / str(number))
-            seeds = itertools.count()
-
-            def tokens_per_s(engine: Engine = engine, seeds: Iterator[int] = seeds) -> float:
-                load = make_load(count, prompts, Lengths(output, output), config.vocabulary, seed=next(seeds))
-                names: list[str | None] = [*sorted(engine.adapters)] or [None]
-                plain = Sampling(max_tokens=output, temperature=0, ignore_eos=True)
-                each = [replace(plain, adapter=names[at % len(names)]) for at in range(count)]
-                began = time.perf_counter()
-                list(engine.generate([list(one.prompt) for one in load], each))
-                return count * output / (time.perf_counter() - began)
-
-            calls[way] = tokens_per_s
-        taken = _in_turns(calls, 4)
-    case: dict[str, CaseValue] = {"requests": count, "adapters": adapters, "rank": rank}
+    """Eight adapters in one batch beside none."""
+    config, adapters, lora = bench.served.model.config, 8, LoraConfig(rank=8)
+    options = {"pages": 400, "running": _SIXTEEN}
+    with (
+        tempfile.TemporaryDirectory(prefix="tilemesh-adapters-") as folder,
+        bench.make(bench.random(), **options) as plain,
+        bench.make(bench.random(), adapters=adapters, adapter_rank=lora.rank, **options) as adapted,
+    ):
+        for number in range(adapters):
+            _write_adapter(Path(folder, str(number)), config, lora, number)
+            adapted.load_adapter(str(number), Path(folder, str(number)))
+        without, measured = _batch_rates(bench, plain, adapted)
+    case: dict[str, CaseValue] = {"requests": _SIXTEEN, "adapters": adapters, "rank": lora.rank}
     parameters = sum(outputs * inputs for outputs, inputs in matrix_shapes(config).values())
-    expected = taken["without"].median / (1 + adapters * adapter_parameters(config, lora) / parameters)
+    expected = without.median / (1 + adapters * adapter_parameters(config, lora) / parameters)
     guess = Estimate(expected, "products of all adapters' columns with every token")
-    return [bench.row("adapters", case, taken["adapters"], guess, "tokens/s", without=taken["without"])]
+    return [bench.row("adapters", case, measured, guess, "tokens/s", without=without)]
 
 
 def _write_adapter(folder: Path, config: ModelConfig, lora: LoraConfig, seed: int) -> None:
