@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tilemesh.cli.chosen import PlacingWords
+from tilemesh.cli.chosen import PlacingOptions
 from tilemesh.cli.main import main
 from tilemesh.cli.placed_picture import _condensed, placed_picture
 from tilemesh.cli.run_placed import traced_space
@@ -44,7 +44,7 @@ def counted():
 
 def test_a_picture_has_few_boxes_and_every_exchange(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM.replace("nn.Dropout(0.1), ", "").replace(", nn.Dropout(0.1)", ""))
-    space, _ = traced_space(f"{tmp_path}/program.py:make", PlacingWords("dp=2,tp=2", (), "greedy", "h100", None, False))
+    space, _ = traced_space(f"{tmp_path}/program.py:make", PlacingOptions(mesh="dp=2,tp=2", choose="greedy"))
     random = np.random.default_rng(0)
     placed = space.placed([int(random.integers(len(own))) for own in space.problem.seconds])
     graph, groups = _condensed(placed)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilemesh.cli.chosen import PlacingWords
+from tilemesh.cli.chosen import PlacingOptions
 from tilemesh.cli.main import main
 from tilemesh.cli.run_placed import PlacementProgram, PlacementRun, run_words, traced_space
 from tilemesh.comm.connection import run_threads
@@ -62,7 +62,7 @@ def test_what_choosers_chose_sends_what_was_predicted(
     tmp_path: Path, name: str, mesh: str, ranks: int, optimizer: str
 ) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    words = PlacingWords(mesh, (), "all", "h100", None, True, optimizer)
+    words = PlacingOptions(mesh=mesh, choose="all", train=True, optimizer=optimizer)
     space, values = traced_space(f"{tmp_path}/program.py:{name}", words)
     answers = with_recipes(space, race(space.problem, ("greedy", "random", "mcmc")))
     wholes = program(space.graph)(*values)
@@ -103,7 +103,7 @@ def require_step_of_torch(
 
 def test_a_placement_that_computes_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    space, values = traced_space(f"{tmp_path}/program.py:make", PlacingWords("tp=2", (), "greedy", "h100", None, False))
+    space, values = traced_space(f"{tmp_path}/program.py:make", PlacingOptions(mesh="tp=2", choose="greedy"))
     [answer] = race(space.problem, ("greedy",))
     assert answer.choice is not None
     wholes = [value + 1e-3 for value in program(space.graph)(*values)]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tilemesh.cli.placed import read_axes, read_pins
-from tilemesh.core.axes import ranks_of
+from tilemesh.core.axes import Axes, ranks_of
 from tilemesh.core.calibration import Rates
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import LOCAL, Cluster, parse_cluster
+from tilemesh.core.options import Known, option
 from tilemesh.core.units import format_bytes, format_seconds, parse_bytes
 from tilemesh.graph.ir import Graph, Node
 from tilemesh.plan.place.problem import Chosen, PlacementProblem
@@ -33,17 +34,27 @@ HEAD = (
 )
 
 
-@dataclass(frozen=True)
-class PlacingWords:
-    """What the words of a command say of placing."""
+@dataclass(frozen=True, kw_only=True)
+class PlacingOptions:
+    """What a command is told of placing."""
 
-    mesh: str
-    pin: Sequence[str]
-    choose: str | None
-    device: str
-    memory: str | None
-    train: bool
-    optimizer: str = "sgd"
+    device: Annotated[str, Known("device", "tilemesh.core.hardware:DEVICES", also=LOCAL)] = option(
+        "h100", "Predict times for this device, such as h200; local is this machine as it was calibrated."
+    )
+    mesh: str | None = option(None, "Place the rewritten graph on ranks, axes in this order.", "dp=2,tp=2")
+    pin: tuple[str, ...] = option((), "Where a tensor lies, such as up.weight=tp:S0; again for more.", "NAME=PLACE")
+    choose: Annotated[str | None, Known("chooser", "tilemesh.parallel.choose:CHOOSERS", also="all")] = option(
+        None, "Let a chooser place what is not pinned: ilp, dp, mcmc, greedy, learned, random, or all.", "NAME"
+    )
+    memory: str | None = option(None, "What a rank may hold, such as 8GiB; by default what the device has.", "SIZE")
+    train: bool = option(False, "Place a training step: with gradients, and new values of all parameters.")
+    optimizer: Annotated[str, Known("optimizer", "tilemesh.graph.joint:UPDATES")] = option(
+        "sgd", "With --train, whose update and states are placed too."
+    )
+
+    @property
+    def axes(self) -> Axes:
+        return read_axes(self.mesh or "")
 
 
 @dataclass(frozen=True)
@@ -55,13 +66,13 @@ class TracedProgram:
     tensors: Mapping[str, Any]
 
 
-def traced_program(model: Any, inputs: Sequence[Any], words: PlacingWords) -> TracedProgram:
+def traced_program(model: Any, inputs: Sequence[Any], options: PlacingOptions) -> TracedProgram:
     """A program as it is; with --train both its passes and an optimizer's update."""
     from tilemesh.graph.rules import ALGEBRA, simplify
     from tilemesh.graph.tracing import trace
 
-    if words.train:
-        return _training_step(model, inputs, words.optimizer)
+    if options.train:
+        return _training_step(model, inputs, options.optimizer)
     traced = trace(model, inputs)
     graph, _ = simplify(traced.graph, ALGEBRA)
     values = [value.detach() for value in (*traced.weights.values(), *inputs)]
@@ -89,16 +100,16 @@ def _names(nodes: Sequence[Node]) -> list[str]:
     return [str(node["name"]) for node in nodes]
 
 
-def program_space(traced: TracedProgram, words: PlacingWords) -> tuple[PlacementSpace, PlacementProblem]:
+def program_space(traced: TracedProgram, options: PlacingOptions) -> tuple[PlacementSpace, PlacementProblem]:
     """All placements of a program, and the problem that pins leave of choosing one."""
     from tilemesh.plan.place.cost import MeshCost
     from tilemesh.plan.place.space import PlacementSpace
 
     graph = traced.graph
-    axes = read_axes(words.mesh)
-    cluster, rates = ranks_on(words.device, ranks_of(axes))
-    limit = parse_bytes(words.memory) if words.memory is not None else cluster.device.usable_bytes
-    pins = read_pins(words.pin, graph)
+    axes = options.axes
+    cluster, rates = ranks_on(options.device, ranks_of(axes))
+    limit = parse_bytes(options.memory) if options.memory is not None else cluster.device.usable_bytes
+    pins = read_pins(options.pin, graph)
     results = {f"output{number}": node for number, node in enumerate(graph.outputs)}
     ends = {results[name]: placement for name, placement in pins.items() if name in results}
     cost = MeshCost(axes, cluster, rates)
@@ -117,16 +128,16 @@ def ranks_on(device: str, ranks: int) -> tuple[Cluster, Rates | None]:
     return measured.cluster, measured.rates
 
 
-def choose_placements(space: PlacementSpace, problem: PlacementProblem, words: PlacingWords) -> list[Chosen]:
+def choose_placements(space: PlacementSpace, problem: PlacementProblem, options: PlacingOptions) -> list[Chosen]:
     """Who found what, the fastest placement first."""
     from tilemesh.parallel.choose import CHOOSERS, race, refusal
     from tilemesh.parallel.choose.recipes import with_recipes
 
-    answers = race(problem, tuple(CHOOSERS) if words.choose == "all" else (str(words.choose),))
-    if words.choose == "all" and not words.pin:
+    answers = race(problem, tuple(CHOOSERS) if options.choose == "all" else (str(options.choose),))
+    if options.choose == "all" and not options.pin:
         answers = with_recipes(space, answers)
     if answers[0].choice is None:
-        raise refusal(problem, str(words.choose))
+        raise refusal(problem, str(options.choose))
     choices = {each.choice for each in answers if each.choice is not None}
     seconds = {choice: space.cost.of_program(space.program(choice, 0))[0] for choice in choices}
     return [replace(each, overlapped_s=seconds[each.choice] if each.choice else 0.0) for each in answers]

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from tilemesh.cli.chosen import PlacingWords, program_space, traced_program
-from tilemesh.cli.placed import read_axes
+from tilemesh.cli.chosen import PlacingOptions, program_space, traced_program
 from tilemesh.core.axes import members, ranks_of
 from tilemesh.core.errors import RunError
 from tilemesh.core.units import format_bytes, format_seconds
@@ -52,7 +51,7 @@ class PlacementRun:
         return self.figures.seconds / self.seconds.median - 1
 
 
-def run_chosen(program: str, words: PlacingWords, answers: Sequence[Chosen]) -> list[PlacementRun]:
+def run_chosen(program: str, options: PlacingOptions, answers: Sequence[Chosen]) -> list[PlacementRun]:
     """Every different placement among the answers, the best predicted one first."""
     from tilemesh.launch.calls import call
     from tilemesh.measure.busy import OtherWork
@@ -61,9 +60,10 @@ def run_chosen(program: str, words: PlacingWords, answers: Sequence[Chosen]) -> 
     for each in answers:
         if each.choice is not None:
             same.setdefault(each.choice, []).append(each)
-    others, count = OtherWork(), ranks_of(read_axes(words.mesh))
+    others, count = OtherWork(), ranks_of(options.axes)
     choices = [list(choice) for choice in same]
-    ranks = call("tilemesh.cli.run_placed:on_a_rank", count, program, asdict(words), choices)
+    placing = {field.name: getattr(options, field.name) for field in fields(PlacingOptions)}
+    ranks = call("tilemesh.cli.run_placed:on_a_rank", count, program, placing, choices)
     samples = [Sample(**sample) for sample in ranks[0]["samples"]]
     busy = others.busyness(samples).words
     return [
@@ -77,7 +77,7 @@ def run_chosen(program: str, words: PlacingWords, answers: Sequence[Chosen]) -> 
     ]  # fmt: skip
 
 
-def on_a_rank(program: str, words: Mapping[str, Any], choices: Sequence[Sequence[int]]) -> dict[str, Any]:
+def on_a_rank(program: str, placing: Mapping[str, Any], choices: Sequence[Sequence[int]]) -> dict[str, Any]:
     """For each placement seconds, the slowest rank's, and the bytes that this rank sends."""
     from tilemesh.comm.connection import connect
     from tilemesh.core.heap import keep_freed_memory
@@ -87,7 +87,7 @@ def on_a_rank(program: str, words: Mapping[str, Any], choices: Sequence[Sequence
 
     comm = connect()
     keep_freed_memory()  # as ranks that train do, and as this machine was measured
-    space, own = traced_space(program, PlacingWords(**words))
+    space, own = traced_space(program, PlacingOptions(**placing))
     wholes = emitted(space.graph)(*(values := [comm.broadcast(value.contiguous()) for value in own]))
     placements = {str(at): PlacementProgram(space, choice, comm, values) for at, choice in enumerate(choices)}
     for each in placements.values():
@@ -97,15 +97,15 @@ def on_a_rank(program: str, words: Mapping[str, Any], choices: Sequence[Sequence
     return {"samples": [asdict(samples[name]) for name in placements], "sent": sent}
 
 
-def traced_space(program: str, words: PlacingWords) -> tuple[PlacementSpace, list[Any]]:
+def traced_space(program: str, options: PlacingOptions) -> tuple[PlacementSpace, list[Any]]:
     """All placements of a user's program, and the tensors of its inputs."""
     import torch
 
     from tilemesh.graph.by_torch import dtype_of
 
     model, inputs = load_program(program)
-    traced = traced_program(model, inputs, words)
-    space, _ = program_space(traced, words)
+    traced = traced_program(model, inputs, options)
+    space, _ = program_space(traced, options)
 
     def value(node: Node) -> Any:
         """Its own; a gradient of a result, or an optimizer's state."""
@@ -209,25 +209,22 @@ def _equal_within(seconds: float, fraction: float = 0.02) -> int:
 
 def run_rows(runs: Sequence[PlacementRun], space: PlacementSpace) -> list[Row]:
     """Time and bytes of each placement."""
-    from tilemesh.measure.machine import stamp
+    from tilemesh.bench.harness import Estimate, exactly, make_row
     from tilemesh.measure.ranks import ranks_case
-    from tilemesh.measure.row import Row
 
-    ranks = ranks_of(space.cost.axes)
-    least_s = space.cost.least_s(space.graph)
-    missing = {"peers": "no other program runs this placement"}
+    ranks, no_peers = ranks_of(space.cost.axes), "no other program runs this placement"
+    least, nothing = Estimate(space.cost.least_s(space.graph)), Estimate(None, "0: copies of everything send nothing")
     rows = []
     for each in runs:
         case = {"chosen by": ", ".join(each.choosers), **ranks_case(ranks), "shared": each.busy or "no"}
-        rows.append(
-            Row(name="step", case=case, unit="s", predicted=each.figures.seconds, measured=each.seconds, limit=least_s,
-                missing=missing, **stamp())
-        )  # fmt: skip
-        counted = Sample.of([each.sent_bytes])
-        rows.append(
-            Row(name="sent per rank", case=case, unit="B", predicted=each.figures.sent_bytes, measured=counted,
-                limit=None, missing=missing | {"limit": "0: copies of everything send nothing"}, **stamp())
-        )  # fmt: skip
+        guess = each.figures
+        rows += [
+            make_row("step", case, each.seconds, predicted=Estimate(guess.seconds), limit=least, no_peers=no_peers),
+            make_row(
+                "sent per rank", case, exactly(each.sent_bytes), unit="B", predicted=Estimate(guess.sent_bytes),
+                limit=nothing, no_peers=no_peers,
+            ),
+        ]  # fmt: skip
     return rows
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from tilemesh.cli import chosen
 from tilemesh.cli.next_command import again
@@ -17,7 +17,7 @@ from tilemesh.core import calibration
 from tilemesh.core.advice import NextCommand
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import DEVICES, LOCAL, Device
-from tilemesh.core.options import Known, OutFile, argument, option
+from tilemesh.core.options import OutFile, argument, option
 from tilemesh.core.units import format_bytes, format_seconds
 from tilemesh.graph.cost import graph_seconds, saved_by
 from tilemesh.graph.ir import Graph
@@ -36,21 +36,8 @@ LINES = 40  # of a graph that is printed without --whole
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExplainOptions:
+class ExplainOptions(chosen.PlacingOptions):
     program: str = argument(..., "A function of yours that returns a torch module and its inputs.", "FILE.py:FUNCTION")
-    device: Annotated[str, Known("device", "tilemesh.core.hardware:DEVICES", also=LOCAL)] = option(
-        "h100", "Predict times for this device, such as h200; local is this machine as it was calibrated."
-    )
-    mesh: str | None = option(None, "Place the rewritten graph on ranks, axes in this order.", "dp=2,tp=2")
-    pin: tuple[str, ...] = option((), "Where a tensor lies, such as up.weight=tp:S0; again for more.", "NAME=PLACE")
-    choose: Annotated[str | None, Known("chooser", "tilemesh.parallel.choose:CHOOSERS", also="all")] = option(
-        None, "Let a chooser place what is not pinned: ilp, dp, mcmc, greedy, learned, random, or all.", "NAME"
-    )
-    memory: str | None = option(None, "What a rank may hold, such as 8GiB; by default what the device has.", "SIZE")
-    train: bool = option(False, "Place a training step: with gradients, and new values of all parameters.")
-    optimizer: Annotated[str, Known("optimizer", "tilemesh.graph.joint:UPDATES")] = option(
-        "sgd", "With --train, whose update and states are placed too."
-    )
     run: bool = option(False, "Run what is chosen on ranks of this machine; needs --device local.")
     time: bool = option(False, "Measure each operator and kernel on this machine; needs --device local.")
     whole: bool = option(False, "Print both graphs whole, however long they are.")
@@ -136,15 +123,12 @@ def _placed(
     """As pins place it, or as the best placement that was found; then who found what, and what ranks took for it."""
     if options.mesh is None:
         return None, [], [], []
-    words = chosen.PlacingWords(
-        options.mesh, options.pin, options.choose, options.device, options.memory, options.train, options.optimizer
-    )  # fmt: skip
-    traced = chosen.traced_program(model, inputs, words)
+    traced = chosen.traced_program(model, inputs, options)
     if options.choose is None:
-        return place(traced.graph, words.mesh, words.pin), [], [], []
-    space, problem = chosen.program_space(traced, words)
-    answers = chosen.choose_placements(space, problem, words)
-    runs = run_chosen(options.program, words, answers) if options.run else []
+        return place(traced.graph, options.mesh, options.pin), [], [], []
+    space, problem = chosen.program_space(traced, options)
+    answers = chosen.choose_placements(space, problem, options)
+    runs = run_chosen(options.program, options, answers) if options.run else []
     return space.placed(answers[0].choice or ()), answers, runs, run_rows(runs, space)
 
 
