@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilemesh.data.tokenizer import Bytes, FileTokenizer
+from tilemesh.model.config import ModelConfig
 from tilemesh.model.sampling import keyed_uniform, keyed_uniforms, pick, stream_key
+from tilemesh.model.transformer import Transformer
+from tilemesh.serve import Engine
 from tilemesh.serve import sampling as drawn_rows
+from tilemesh.serve.load import ServedModel
 from tilemesh.serve.request import Sampling
 from tilemesh.serve.sampling import TokenDraw, draw_tokens, logprobs_of
 from tilemesh.serve.text import TextStream
+from tilemesh.serve.write import generate
 
 V = 50
 
@@ -241,10 +247,19 @@ def test_pieces_of_words_and_of_characters_become_text(text: str, trained_tokeni
 def test_a_tokenizer_that_drops_a_leading_space_keeps_those_between_words(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers", reason="the package tokenizers is not installed")
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"▁to": 0, "▁be": 1, "▁or": 2, "x": 3}, unk_token="x"))
-    inner.decoder = tokenizers.decoders.Metaspace()
+    inner.pre_tokenizer, inner.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
     inner.save(str(tmp_path / "tokenizer.json"))
     stream = TextStream(FileTokenizer(tmp_path / "tokenizer.json"))
     assert "".join(stream.add([token]) for token in (0, 1, 2, 3, 1)) == "to be orx be"
+    model = Transformer(ModelConfig(layers=1, width=8, heads=2, vocabulary=4, context=16), seed=0)
+    served = ServedModel("words", model.requires_grad_(False), FileTokenizer(tmp_path / "tokenizer.json"), frozenset())
+    asked = Sampling(max_tokens=2, temperature=0, logit_bias={1: 100.0})
+    with Engine(served, pages=8) as engine:  # an answer goes on with its prompt
+        both = engine.generate(["to or"] * 2, [asked, replace(asked, stop=(" be",))])
+        assert [completion.text for completion in both] == [" be be", ""]
+        (drawn,) = engine.generate("to or", Sampling(max_tokens=3, temperature=0))
+    written = generate(served, "to or", tokens=3, temperature=0)  # type: ignore[arg-type]
+    assert "to or" + written == served.tokenizer.decode([0, 2, *drawn.answers[0].tokens])
 
 
 def test_rows_of_exact_mode_are_drawn_together_and_by_as_many_rows_whoever_is_beside(

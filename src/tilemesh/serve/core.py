@@ -109,9 +109,8 @@ class EngineCore:
                 adapter=job.adapter,
             )
             cursor = None if job.constraint is None else Cursor(job.constraint)
-            answer = LiveAnswer(
-                job, number, request, TextStream(self.decoder, sampling.stop, self._alone), drawn, cursor
-            )
+            text = TextStream(self.decoder, sampling.stop, self._alone, job.prompt[-1:] if job.continues else ())
+            answer = LiveAnswer(job, number, request, text, drawn, cursor)
             job.answers.append(answer)
             self._live[request.name] = answer
             if not answer.plain or (self.runner.invariant and filters(sampling, self.vocabulary)):

@@ -230,8 +230,9 @@ class Engine(PromptTaker):
             seed = sampling.seed
             if seed is None:  # another one in each replica
                 seed = (self._seed + self._asked * self._shared_by + self._replica) & LARGEST_WHOLE
+            continues = options.get("continues", False) and constraint is None
             whole = options.get("whole", False)
-            job = PromptJob(list(prompt), sampling, seed, tell, constraint, number, whole)
+            job = PromptJob(list(prompt), sampling, seed, tell, constraint, number, whole, continues)
             job.tell = self._counting(job)
             asked_ns = time.monotonic_ns()
 

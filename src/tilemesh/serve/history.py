@@ -165,17 +165,9 @@ class ServeHistory:
     def added(self, request: ServeRequest, asked_ns: int, taken_ns: int) -> None:
         self.orders += 1
         self.requests[request.name] = RequestRecord(
-            request.name,
-            asked_ns,
-            taken_ns,
-            self.orders,
-            tuple(request.tokens),
-            request.max_tokens,
-            request.ends,
-            request.priority,
-            request.shares,
-            adapter=request.adapter,
-        )
+            request.name, asked_ns, taken_ns, self.orders, tuple(request.tokens), request.max_tokens, request.ends,
+            request.priority, request.shares, adapter=request.adapter,
+        )  # fmt: skip
 
     def aborted(self, name: str, taken_ns: int) -> None:
         if name in self.requests and self.requests[name].finish is None:
@@ -195,23 +187,14 @@ class ServeHistory:
         """After the step was booked, and requests that ended by their text were ended."""
         parts = tuple(RequestPart(e.request.name, e.start, e.count, e.drafts, e.samples, e.pages) for e in plan.entries)
         running = scheduler.running
-        self.steps.append(
-            StepRecord(
-                plan.number,
-                began_ns,
-                ended_ns,
-                parts,
-                {name: tuple(new) for name, new in sampled.items()},
-                plan.preempted,
-                tuple(failed),
-                len(running),
-                len(scheduler.waiting),
-                scheduler.pool.used,
-                len(scheduler.pool.idle),
-                sum(request.computed for request in running),
-                sum(len(request.pages) - request.behind for request in running),
-            )
-        )
+        drawn = {name: tuple(new) for name, new in sampled.items()}
+        computed = sum(request.computed for request in running)
+        pages = sum(len(request.pages) - request.behind for request in running)
+        record = StepRecord(
+            plan.number, began_ns, ended_ns, parts, drawn, plan.preempted, tuple(failed), len(running),
+            len(scheduler.waiting), scheduler.pool.used, len(scheduler.pool.idle), computed, pages,
+        )  # fmt: skip
+        self.steps.append(record)
         for entry in plan.entries:
             request = entry.request
             record = self.requests.get(request.name)

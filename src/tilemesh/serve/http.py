@@ -36,6 +36,7 @@ from tilemesh.serve.chat import ChatTemplate
 from tilemesh.serve.engine import Engine
 from tilemesh.serve.jobs import AnswerPart, PromptJob
 from tilemesh.serve.metrics import ServerMetrics
+from tilemesh.serve.offline import SubmitOptions
 from tilemesh.serve.protocol import AskedCompletion, RefusedError, read_chat, read_completion
 from tilemesh.serve.replicas import Replicas
 from tilemesh.serve.replies import (
@@ -161,7 +162,8 @@ class LiveReply:
 
         try:
             for number, prompt in enumerate(prompts):
-                self.jobs.append(engine.submit(prompt, asked.sampling, teller(number), priority=asked.priority))
+                options: SubmitOptions = {"priority": asked.priority, "continues": not asked.messages}
+                self.jobs.append(engine.submit(prompt, asked.sampling, teller(number), **options))
         except BaseException:
             self.abort()
             raise
@@ -333,7 +335,7 @@ class ServingApp:
             completions = [without_answers(completion) for completion in completions]
             reply.output_tokens = 0
         echoed = [self._echoed(reply, number) for number in range(len(completions))]
-        choices = whole_choices(completions, head, reply.spelling, echoed)
+        choices = whole_choices(completions, head, reply.spelling, echoed, reply.jobs[0].continues)
         for choice in choices:
             if head.chat and (reader := self._reader(reply)) is not None:
                 choice["message"] = whole_message(reader, choice["message"]["content"])
@@ -364,7 +366,8 @@ class ServingApp:
                 async for index, part in parts:
                     if index not in texts:
                         before, logprobs = self._opening(reply, index // asked.sampling.n)
-                        texts[index] = None if reply.spelling is None else TokenTexts(reply.spelling, len(before))
+                        begins = not reply.jobs[0].continues
+                        texts[index] = reply.spelling and TokenTexts(reply.spelling, len(before), begins)
                         if head.chat or asked.echo:
                             yield chunk(chunk_choice(head, index, before, None, logprobs, first=True))
                     versions.setdefault(index, []).extend([part.version] * len(part.tokens))

@@ -45,6 +45,8 @@ class PromptJob:
     """The number of what computes it beside the model."""
     whole: bool = False
     """Whether `tell` need not hear of an answer before it ends: its text is then decoded at once."""
+    continues: bool = False
+    """Whether an answer's text goes on with the prompt's: its first word keeps the blank that a text's may lose."""
     answers: list[LiveAnswer] = field(default_factory=list)
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     """By position, from 1: complete when the first part of answer 0 comes."""

@@ -30,6 +30,8 @@ class SubmitOptions(TypedDict, total=False):
     """How many tokens of this answer others have drawn."""
     whole: bool
     """An answer may be told in one part when it has ended, which takes less of the host's time."""
+    continues: bool
+    """As in `PromptJob`; what a constraint is on is a text by itself."""
 
 
 class PromptTaker(ABC):
@@ -118,7 +120,7 @@ def whole_answers(
 
         heard[number], left[number] = own, samplings[number].n
         try:
-            jobs.append(engine.submit(prompts[number], samplings[number], tell, whole=True))
+            jobs.append(engine.submit(prompts[number], samplings[number], tell, whole=True, continues=True))
         except QueueFullError:
             del left[number]
             return False

@@ -39,17 +39,15 @@ class ReplyHead:
 
 
 def usage(prompt_tokens: int, found_tokens: int, completion_tokens: int) -> dict[str, Any]:
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": found_tokens},
-    }
+    total, details = prompt_tokens + completion_tokens, {"cached_tokens": found_tokens}
+    counts = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
+    return {**counts, "prompt_tokens_details": details}
 
 
 def whole_choices(
-    completions: Sequence[Completion], head: ReplyHead, spelling: Spelling | None, echoed: Sequence[str]
-) -> list[dict[str, Any]]:
+    completions: Sequence[Completion], head: ReplyHead, spelling: Spelling | None, echoed: Sequence[str],
+    continues: bool,
+) -> list[dict[str, Any]]:  # fmt: skip
     """`spelling`: of tokens whose log-probabilities are wanted. `echoed`: of each prompt what comes before answers."""
     choices: list[dict[str, Any]] = []
     for completion, before in zip(completions, echoed, strict=True):
@@ -61,7 +59,7 @@ def whole_choices(
             else:
                 choice["text"] = before + answer.text
             if spelling is not None:
-                texts = TokenTexts(spelling, len(before))
+                texts = TokenTexts(spelling, len(before), not continues)
                 choice["logprobs"] = (chat_logprobs if head.chat else text_logprobs)(answer.logprobs, texts)
                 if completion.prompt_logprobs or before:
                     parts = echoed_logprobs(completion.prompt_tokens, completion.prompt_logprobs, before, spelling)

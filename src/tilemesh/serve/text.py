@@ -41,8 +41,8 @@ class Spelling:
 class TokenTexts:
     """The tokens of one text one by one, and where in it each begins."""
 
-    def __init__(self, spelling: Spelling, offset: int = 0) -> None:
-        self._spelling, self._is_first, self._offset = spelling, True, offset
+    def __init__(self, spelling: Spelling, offset: int = 0, is_first: bool = True) -> None:
+        self._spelling, self._is_first, self._offset = spelling, is_first, offset
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
     def spell(self, token: int) -> bytes:
@@ -65,15 +65,19 @@ class TokenTexts:
 class TextStream:
     """The text of one answer, token by token: `add` returns what is certain so far."""
 
-    def __init__(self, decoder: Decoder, stop: Sequence[str] = (), alone: dict[int, str] | None = None) -> None:
-        """`alone`: the texts of single tokens, which streams of one tokenizer may share: each is decoded once."""
+    def __init__(
+        self, decoder: Decoder, stop: Sequence[str] = (), alone: dict[int, str] | None = None,
+        before: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        """`alone`: the texts of single tokens, which streams of one tokenizer may share: each is decoded once;
+        `before`: tokens that this text follows, unless they end within a character."""
         self._decoder = decoder
         self._alone = {} if alone is None else alone
         self._stop = tuple(stop)
         # A token may read differently at the beginning of a text (a leading space is dropped, for one): so the tokens
         # before the new ones are decoded along, from the last place where a character began.
-        self._tokens: list[int] = []
-        self._known = 0  # how many of these have been given out
+        self._tokens = list(before) if before and not decoder.decode(before).endswith(_REPLACEMENT) else []
+        self._known = len(self._tokens)  # how many of these have been given out
         self._before: str | None = None  # the text of those, once it was needed
         self._held = ""
         self.stopped: str | None = None

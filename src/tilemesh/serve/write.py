@@ -41,7 +41,8 @@ def generate(
         whole = engine.encode(prompt)
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, ignore_eos=ignore_eos)
         drawn = generate_tokens(engine, whole, tokens, sampling)
-        return engine.served.tokenizer.decode(drawn)
+        decode = engine.served.tokenizer.decode  # of a text's first word some drop the blank before it
+        return decode([*whole, *drawn])[len(decode(whole)) :]
 
 
 def generate_tokens(engine: Engine, prompt: list[int], tokens: int, sampling: Sampling) -> list[int]:
