@@ -180,3 +180,18 @@ def test_tensors_on_another_device_stay_torch_s_own(own: str, other: str) -> Non
         graph = lower(make_fx(call)(torch.empty(3, device=own))).graph
     assert [node.op for node in graph.outputs] == ["exp", "opaque", "opaque"]
     assert [node["target"] for node in graph.outputs[1:]] == ["aten.zeros.default", "aten.sin.default"]
+
+
+def test_casts_that_name_their_own_device_are_casts() -> None:
+    """As torch writes those of a backward pass; traced for a GPU, none is needed."""
+    aten = torch.ops.aten
+    with FakeTensorMode():
+        x = torch.empty(2, 4, dtype=torch.bfloat16, device="cuda")
+
+        def cast(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            wide = aten._to_copy.default(x, dtype=torch.float32, layout=torch.strided, device=x.device)
+            return wide, aten._to_copy.default(wide, device=torch.device("cpu"))
+
+        module = make_fx(cast)(x)
+    same, moved = lower(module).graph.outputs
+    assert (same.op, moved.op) == ("cast", "opaque")

@@ -212,26 +212,29 @@ def _trained_equally(monkeypatch: pytest.MonkeyPatch, module: nn.Module, *given:
 
 
 class _Rotated(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, sliced: bool) -> None:
         super().__init__()
+        self.sliced = sliced
         self.q = nn.Linear(8, 24, bias=False)
         self.cosine, self.sine = torch.randn(3, 8), torch.randn(3, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q = self.q(x).unflatten(-1, (3, 8)).transpose(1, 2)
-        left, right = q.chunk(2, -1)
+        left, right = (q[..., :4], q[..., 4:]) if self.sliced else q.chunk(2, -1)
         turned = q * self.cosine + torch.cat([-right, left], -1) * self.sine
         return turned.transpose(1, 2).flatten(-2).square().sum()
 
 
-def test_rotary_positions_are_read_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the small tables of angles and signs are put together; activations are not."""
+@pytest.mark.parametrize("sliced", [False, True])
+def test_rotary_positions_are_read_not_copied(monkeypatch: pytest.MonkeyPatch, sliced: bool) -> None:
+    """Only the small tables of angles and signs are put together; activations are not. The gradients of slices are
+    halves between zeros, which are added."""
     torch.manual_seed(0)
-    programs = _trained_equally(monkeypatch, _Rotated(), torch.randn(2, 3, 8))
+    programs = _trained_equally(monkeypatch, _Rotated(sliced), torch.randn(2, 3, 8))
     nodes = [node for graph in programs for node in graph.nodes()]
     assert any(node.op == "concat" for node in nodes)
     assert all(len(node.shape) <= 2 for node in nodes if node.op == "concat")
-    assert not any(node.op == "negate" for node in nodes)
+    assert not any(node.op in ("negate", "pad", "opaque") for node in nodes)
 
 
 class _WideLoss(nn.Module):
@@ -263,3 +266,59 @@ def test_a_result_lies_in_memory_as_its_operand_does() -> None:
     expected = (given[0] + given[1]) * given[1]
     torch.testing.assert_close(ours, expected)
     assert ours.stride() == expected.stride()
+
+
+class _Masked(nn.Module):
+    """Attention with a mask that is written out, as libraries of models do, behind a cache that begins empty."""
+
+    def __init__(self, mask: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.mask, self.q, self.kv = mask, nn.Linear(16, 16), nn.Linear(16, 32)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        batch, length, _ = x.shape
+        q = self.q(x).view(batch, length, 4, 4).transpose(1, 2)
+        k, v = self.kv(x).view(batch, length, 2, 4, 4).permute(2, 0, 3, 1, 4)
+        row, column = torch.arange(length)[None, None, :, None], torch.arange(length)[None, None, None, :]
+        mask = self.mask(row, column, x).expand(batch, -1, length, length)
+        k = torch.cat([torch.tensor([], dtype=x.dtype), k], -2)
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask), k
+
+
+MASKS: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
+    "hides nothing": (lambda row, column, x: row >= 0, "open"),
+    "what comes later": (lambda row, column, x: (column <= row) & row.new_ones((), dtype=torch.bool), "causal"),
+    "by numbers": (
+        lambda row, column, x: torch.where(column <= row, 0.0, float("-inf")).to(x.dtype),
+        "causal",
+    ),
+    "a window": (lambda row, column, x: (column <= row) & (column > row - 3), "masked"),
+    "a row too few": (lambda row, column, x: column < row + 2, "masked"),
+    "numbers in between": (lambda row, column, x: torch.where(column <= row, 0.0, -1.0).to(x.dtype), "masked"),
+    "by data": (lambda row, column, x: (x.sum(-1) > 0)[:, None, None, :] | (column == row), "masked"),
+    "changed in place": (lambda row, column, x: (column <= row).logical_or_(column == 1), "masked"),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_that_are_known_are_told_to_the_attention(name: str) -> None:
+    mask, kind = MASKS[name]
+    torch.manual_seed(0)
+    module, x = _Masked(mask).double(), torch.randn(2, 7, 16, dtype=torch.float64)
+    used = backend.Backend()
+    results = []
+    for call in (module, torch.compile(module, backend=used)):
+        module.zero_grad(set_to_none=True)
+        y, k = call(x)
+        (y.sin().sum() + k.cos().sum()).backward()
+        results.append([y, k, *(weight.grad for weight in module.parameters())])
+    for ours, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
+        assert ours.stride() == expected.stride()
+    (node,) = [
+        node for node in used.report.pieces[0].graph.nodes()
+        if node.op == "opaque" and node["target"].startswith("aten._scaled_dot_product_flash")
+    ]  # fmt: skip
+    settings = dict(node["kwargs"])
+    found = "causal" if True in node["args"] else "open" if settings.get("attn_mask") is None else "masked"
+    assert found == kind

@@ -50,6 +50,8 @@ def _expand(shape: Shape, dtype: str, x: Node, sizes: Any, implicit: bool = Fals
 
 
 def _cat(shape: Shape, dtype: str, values: Sequence[Node], dim: int = 0) -> Node | None:
+    if shape != (0,):  # a cache begins as a tensor of no elements and one dim, which torch leaves out
+        values = [value for value in values if value.shape != (0,)]
     if any(value.dtype != dtype or len(value.shape) != len(shape) for value in values):
         return None
     return build.concat(values, dim)
@@ -59,6 +61,15 @@ def _slice(shape: Shape, dtype: str, x: Node, dim: int = 0, start: Any = None, s
     size = x.shape[dim]
     begin, end, by = slice(start, stop, step).indices(size)
     return build.part(x, dim, begin, max(begin, end), by)
+
+
+def _slice_back(shape: Shape, dtype: str, g: Node, sizes: Any, dim: int, start: int, stop: int, step: int) -> Any:
+    """The gradient of one half of the last dim, beside zeros (`rotations.py`); others are torch's own."""
+    last, begin, half = len(shape) - 1, range(shape[dim])[slice(start, stop, step)].start, shape[-1] // 2
+    if dim % len(shape) != last or step != 1 or half == 0 or (2 * g.shape[-1], begin % half) != (shape[-1], 0):
+        return None
+    low, high = ([0] * last + [size] for size in (begin, half - begin))
+    return build.pad(g, low, high)
 
 
 def _select(shape: Shape, dtype: str, x: Node, dim: int, index: int) -> Node:
@@ -244,6 +255,7 @@ LOWERED: Mapping[Any, Callable[..., Node | None]] = {
         for overload in ("Tensor", "Scalar")
     },
     aten.where.self: elements.lower_where,
+    aten.slice_backward.default: _slice_back,
     aten._to_copy.default: elements.lower_cast,
     torch.ops.prims.convert_element_type.default: lambda shape, dtype, x, to: elements.lower_cast(shape, dtype, x),
     aten.sum.dim_IntList: elements.lower_reduction("sum"),

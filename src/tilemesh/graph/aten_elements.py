@@ -113,9 +113,7 @@ def lower_where(shape: Shape, dtype: str, chosen: Node, x: Any, y: Any) -> Node 
 def lower_cast(shape: Shape, dtype: str, x: Node, /, **settings: Any) -> Node | None:
     kept = (None, False, torch.strided, torch.contiguous_format, torch.preserve_format)
     moved = {name for name, value in settings.items() if value not in kept} - {"dtype"}
-    if moved - {"device"} or not {x.dtype, dtype} <= set(DTYPES):
-        return None
-    return None if "device" in moved and str(settings["device"]) != "cpu" else build.cast(x, dtype)
+    return None if moved or not {x.dtype, dtype} <= set(DTYPES) else build.cast(x, dtype)
 
 
 def lower_same_value(shape: Shape, dtype: str, x: Node, /, **settings: Any) -> Node | None:

@@ -8,12 +8,16 @@ adds one by one through tables of indices.)
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.nn.functional import interpolate
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.nn.functional import interpolate, scaled_dot_product_attention
 
 LSTM = 2  # the number of this kind of cell in oneDNN's enumeration
 
@@ -28,8 +32,117 @@ def with_better_calls(module: fx.GraphModule) -> fx.GraphModule:
         factors = _whole_factors(node)
         if factors:
             node.target, node.args, node.kwargs = enlarged, (node.all_input_nodes[0], factors), {}
+    if not any(_changes_tensors(node) for node in module.graph.nodes):
+        _without_empty(module)
+        _without_masks(module)
     module.recompile()
     return module
+
+
+def _changes_tensors(node: fx.Node) -> bool:
+    """Whether a call may change a tensor in place, and so what else is a view of it."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    settings = dict(node.kwargs)
+    with suppress(TypeError, ValueError):  # what is no function in Python has no signature, and says it by its name
+        settings = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments  # type: ignore[arg-type]
+    in_place = name.endswith("_") and not name.endswith("__") and name not in ("and_", "or_", "not_")
+    asked = settings.get("out") is not None or settings.get("inplace") is True
+    return node.op.startswith("call") and (in_place or asked or name in IN_PLACE)
+
+
+IN_PLACE = ("setitem", *(f"i{name}" for name in ("add", "sub", "mul", "truediv", "and", "or", "xor", "pow", "matmul")))
+
+
+def _without_empty(module: fx.GraphModule) -> None:
+    """Caches begin as tensors of no elements: what is put behind one is read as it is, and copied where it is
+    returned."""
+    for node in module.graph.find_nodes(op="call_function", target=torch.cat):
+        parts = node.args[0] if node.args and isinstance(node.args[0], list | tuple) else ()
+        filled = [part for part in parts if isinstance(part, fx.Node) and _shape(part) not in (None, (0,))]
+        if len(filled) == 1 and len(parts) == 2 and any(_shape(part) == (0,) for part in parts):
+            node.replace_all_uses_with(filled[0], delete_user_cb=lambda user: user.op != "output")
+
+
+def _shape(node: Any) -> tuple[int, ...] | None:
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return tuple(value.shape) if isinstance(value, Tensor) else None
+
+
+# What masks are made of, with the same result each time.
+MASKS = (
+    *("arange", "zeros", "ones", "full", "tensor", "new_ones", "new_zeros", "new_full", "where", "tril", "triu"),
+    *("add", "sub", "mul", "neg", "lt", "le", "gt", "ge", "eq", "ne", "and_", "or_", "invert", "bitwise_and"),
+    *("bitwise_or", "bitwise_not", "logical_and", "logical_or", "logical_not", "masked_fill", "getitem", "unsqueeze"),
+    *("squeeze", "expand", "view", "reshape", "contiguous", "to", "bool", "float"),
+)
+MOST_NUMBERS = 1 << 26  # of a mask that is looked at
+
+
+def _without_masks(module: fx.GraphModule) -> None:
+    """Masks made of nothing but constants are computed here: where one hides nothing, or all that comes later, the
+    attention is told so instead."""
+    known: set[fx.Node] = set()
+    kinds: dict[Any, str | None] = {}
+    for node in module.graph.nodes:
+        name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+        if node.op.startswith("call_") and name in MASKS and known.issuperset(node.all_input_nodes):
+            known.add(node)
+    for node in module.graph.find_nodes(op="call_function", target=scaled_dot_product_attention):
+        settings = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), node.args, strict=False))
+        settings |= node.kwargs
+        mask = settings.get("attn_mask")
+        if mask not in known or settings.get("is_causal"):
+            continue
+        place = mask, _shape(settings["query"]), _shape(settings["key"])
+        kind = kinds[place] if place in kinds else kinds.setdefault(place, _kind_of(*place, known))
+        if kind is not None:
+            node.args, node.kwargs = (), settings | {"attn_mask": None, "is_causal": kind == "causal"}
+
+
+def _kind_of(
+    mask: fx.Node, queries: tuple[int, ...] | None, keys: tuple[int, ...] | None, known: set[fx.Node]
+) -> str | None:
+    """`open`: it hides nothing; `causal`: all keys behind the query, of as many; None: anything else."""
+    if queries is None or keys is None or not all(type(size) is int for size in (*queries, *keys)):
+        return None
+    size, shape = (queries[-2], keys[-2]), _shape(mask) or ()
+    distinct = [length for length, step in zip(shape, mask.meta["example_value"].stride(), strict=True) if step]
+    if not all(type(length) is int for length in shape) or len(shape) < 2 or math.prod(distinct) > MOST_NUMBERS:
+        return None
+    try:
+        seen = _value_of(mask, known)
+    except RuntimeError:  # of a device that is not here
+        return None
+    with unset_fake_temporarily():
+        for dim, step in enumerate(seen.stride()):
+            seen = seen.narrow(dim, 0, 1) if step == 0 else seen
+        if seen.dtype.is_floating_point:
+            hidden = seen <= torch.finfo(seen.dtype).min
+            seen = seen == 0
+            if not bool((seen | hidden).all()):
+                return None
+        if seen.dtype is not torch.bool:
+            return None
+        if bool(seen.all()):
+            return "open"
+        later = torch.ones(size, dtype=torch.bool, device=seen.device).tril()
+        return "causal" if size[0] == size[1] and bool((seen == later).all()) else None
+
+
+def _value_of(node: fx.Node, known: set[fx.Node]) -> Any:
+    """What a node that is made of known ones is."""
+    values: dict[fx.Node, Any] = {}
+    with unset_fake_temporarily(), torch.no_grad():
+        for each in node.graph.nodes:
+            if each in known:
+                args, kwargs = fx.node.map_arg((each.args, each.kwargs), values.__getitem__)
+                is_method = each.op == "call_method"
+                values[each] = (getattr(args[0], each.target) if is_method else each.target)(
+                    *args[is_method:], **kwargs
+                )
+            if each is node:
+                break
+    return values[node]
 
 
 def _whole_factors(node: fx.Node) -> tuple[int, ...]:

@@ -202,7 +202,7 @@ class _Lowering:
             return self._opaque(node, value)
         if isinstance(value, torch.Tensor) and node.target in self.table:
             shape, dtype = _typed(value, node)
-            made = self.table[node.target](shape, dtype, *self._nested(node.args), **self._nested(node.kwargs))
+            made = self.table[node.target](shape, dtype, *self._nested(node.args), **self._settings(node))
             if made is not None:
                 if made.typed != (shape, dtype):
                     raise NotServedError(f"{node.target} became {made}; torch has {dtype}{list(shape)}")
@@ -219,6 +219,13 @@ class _Lowering:
             if several is not None:
                 return several
         return self._opaque(node, value)
+
+    def _settings(self, node: fx.Node) -> dict[str, Any]:
+        """Its keywords. Casts of the backward pass name the device, which says nothing where the operand lies there."""
+        settings = dict(self._nested(node.kwargs))
+        if node.target is aten._to_copy.default and self._traced(node.args[0]).device == self._traced(node).device:  # type: ignore[arg-type]
+            settings.pop("device", None)
+        return settings
 
     def _is_elsewhere(self, node: fx.Node) -> bool:
         """Whether a node makes or reads a tensor on another device than the program's. One number may lie anywhere."""

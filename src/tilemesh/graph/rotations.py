@@ -2,12 +2,13 @@
 
 A model writes `x * cosine + cat([-x[half:], x[:half]]) * sine`. The concatenation would be a copy, and what reads it a
 kernel of its own. Here the signs leave it as a factor, and it goes past products to their operands: what is left, the
-two halves of an operand that another operator made, swapped, is an index of the kernel that reads it.
+two halves of an operand that another operator made, swapped, is an index of the kernel that reads it. The gradient adds
+two halves between zeros, which is such a concatenation too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tilemesh.graph import build
 from tilemesh.graph.ir import Graph, Node, make, rebuilt
@@ -34,21 +35,46 @@ def with_rotations(graph: Graph) -> Graph:
 
     def change(node: Node, inputs: Sequence[Node]) -> Node:
         made = rebuilt(node, inputs)
-        if node.op != "concat" or len(inputs) != 2:
-            return made
+        if node.op == "add":
+            return _joined(made, turned)
+        return made if node.op != "concat" or len(inputs) != 2 else turned(made, inputs)
+
+    def turned(made: Node, inputs: Sequence[Node]) -> Node:
         plain = rebuilt(made, [value.inputs[0] if value.op == "negate" else value for value in inputs])
         x = swapped_source(plain)
         if x is None:
             return made
         half = plain.inputs[0].shape[-1:]
         signs = [build.constant(-1.0 if value.op == "negate" else 1.0, half, x.dtype) for value in inputs]
-        turned = _turned(x)
+        halves = _turned(x)
         if all(value.op != "negate" for value in inputs):
-            return turned
+            return halves
         sign = make("broadcast", build.concat(signs, 0), shape=x.shape, dims=(len(x.shape) - 1,))
-        return build.multiply(turned, sign)
+        return build.multiply(halves, sign)
 
     return graph.replace(change)
+
+
+def _joined(total: Node, turned: Callable[[Node, Sequence[Node]], Node]) -> Node:
+    """A sum in which two halves between zeros are one value. Where one of them has a number, the other has zero: added
+    to a third in either order, the result is the same to the bit."""
+    for half, other in (total.inputs, total.inputs[::-1]):
+        pairs = [(other, None)] if other.op != "add" else zip(other.inputs, other.inputs[::-1], strict=True)
+        for added, rest in pairs:
+            pair = sorted((half, added), key=_begin)
+            if min(map(_begin, pair)) == 0 and _begin(pair[1]) * 2 == total.shape[-1]:
+                values = [each.inputs[0] for each in pair]
+                joined = turned(build.concat(values, len(total.shape) - 1), values)
+                return joined if rest is None else build.add(rest, joined)
+    return total
+
+
+def _begin(node: Node) -> int:
+    """Where a half of the last dim begins, whose other half is zeros; -1 for any other node."""
+    if node.op != "pad" or any(node["low"][:-1]) or any(node["high"][:-1]) or any(node["inner"]):
+        return -1
+    low, high = node["low"][-1], node["high"][-1]
+    return low if (low + high) * 2 == node.shape[-1] and 0 in (low, high) else -1
 
 
 def _turned(x: Node) -> Node:
