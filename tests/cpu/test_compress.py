@@ -275,6 +275,17 @@ def test_families_with_joined_and_transposed_matrices_come_back_too(kind, tmp_pa
         assert torch.equal(huggingface.load(tmp_path).eval()(tokens), small(tokens))
 
 
+def test_zeros_of_so_few_outputs_that_a_word_holds_them_are_read(tmp_path: Any) -> None:
+    heads = {"heads": 4, "kv_heads": 1, "tied": False, "biases": False}  # keys have 4 outputs, of 4 bits each
+    config = ModelConfig(layers=1, width=16, vocabulary=32, context=8, norm="rmsnorm", positions="rotary",
+                         activation="swiglu", **heads)  # fmt: skip
+    small = quantize(Transformer(config, seed=1).eval(), "int4-g8-affine")
+    huggingface.save(small, tmp_path)
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        assert torch.equal(huggingface.load(tmp_path).eval()(tokens), small(tokens))
+
+
 @pytest.mark.parametrize("activation", ["swiglu", "swiglu-clipped"])
 def test_moved_scales_change_nothing_by_themselves(activation, model, tokens, monkeypatch):
     """In 16-bit fixed point a moved scale shows, and rounding does not."""

@@ -173,7 +173,7 @@ def _words(codes: Tensor, scheme: Scheme) -> Tensor:
 
 
 def _from_words(words: Tensor, scheme: Scheme, inputs: int) -> Tensor:
-    packed = words.contiguous().view(torch.uint8)[:, : scheme.row_bytes(inputs)]
+    packed = words.flatten().view(len(words), -1).view(torch.uint8)[:, : scheme.row_bytes(inputs)]
     return unpack(packed.contiguous(), scheme.number, inputs)
 
 

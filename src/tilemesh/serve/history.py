@@ -190,11 +190,11 @@ class ServeHistory:
         drawn = {name: tuple(new) for name, new in sampled.items()}
         computed = sum(request.computed for request in running)
         pages = sum(len(request.pages) - request.behind for request in running)
-        record = StepRecord(
+        step = StepRecord(
             plan.number, began_ns, ended_ns, parts, drawn, plan.preempted, tuple(failed), len(running),
             len(scheduler.waiting), scheduler.pool.used, len(scheduler.pool.idle), computed, pages,
         )  # fmt: skip
-        self.steps.append(record)
+        self.steps.append(step)
         for entry in plan.entries:
             request = entry.request
             record = self.requests.get(request.name)

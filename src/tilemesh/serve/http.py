@@ -366,8 +366,8 @@ class ServingApp:
                 async for index, part in parts:
                     if index not in texts:
                         before, logprobs = self._opening(reply, index // asked.sampling.n)
-                        begins = not reply.jobs[0].continues
-                        texts[index] = reply.spelling and TokenTexts(reply.spelling, len(before), begins)
+                        spelling, is_first = reply.spelling, not reply.jobs[0].continues
+                        texts[index] = None if spelling is None else TokenTexts(spelling, len(before), is_first)
                         if head.chat or asked.echo:
                             yield chunk(chunk_choice(head, index, before, None, logprobs, first=True))
                     versions.setdefault(index, []).extend([part.version] * len(part.tokens))
