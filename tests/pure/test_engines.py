@@ -281,6 +281,10 @@ def test_without_pins_the_best_that_runs_is_written(tmp_path: Path) -> None:
     assert {path.name for path in out.iterdir()} == {"accelerate.yaml", LAUNCH, "job.slurm", "plan.toml"}
     assert "For accelerate 1.15.0" in said
     assert "#SBATCH --nodes=2\n" in (out / "job.slurm").read_text()
+    (out / LAUNCH).write_text("mine")
+    with pytest.raises(UsageError, match=rf"has {LAUNCH} already, with other text: name another folder"):
+        run("llama-3-8b", "--cluster", "16xh100", "--batch", "32", "--for", "accelerate", "--out", str(out))
+    assert (out / LAUNCH).read_text() == "mine"
     served_words = run("gpt2-124m", "--cluster", "1xh100", "--prompt", "64", "--output", "16", "--for", "vllm").stdout
     assert "vllm serve" in served_words
 

@@ -198,6 +198,21 @@ def test_settings_change_a_preset_and_a_file_is_a_model(tmp_path: Path) -> None:
     assert load_model("llama-3-8b", []) == preset("llama-3-8b")
 
 
+def test_a_training_file_is_planned_for_its_own_batch_and_context(tmp_path: Path) -> None:
+    model, plan = "[model]\nlayers = 2\nwidth = 64\nheads = 4\nvocabulary = 256\ncontext = 64\n", tmp_path / "plan.toml"
+    said = {}
+    for name, more in (("loop", "[train]\nbatch = 24\ncontext = 32\n"), ("layout", "[plan]\ndp = 2\nmicrobatch = 6\n")):
+        (tmp_path / f"{name}.toml").write_text(model + more)
+        said[name] = run(str(tmp_path / f"{name}.toml"), "--cluster", "2xcpu", "--out", str(plan)).stdout
+        said["plan"] = run(str(plan), "--cluster", "2xcpu").stdout
+        sizes = [words.split("batch of ")[1].split("(")[0].split() for words in (said[name], said["plan"])]
+        assert sizes[0] == sizes[1]
+    assert "batch of 24 sequences x 32 tokens" in " ".join(said["loop"].split())
+    assert "batch of 12 sequences x 64 tokens" in " ".join(said["layout"].split())
+    typed = run(str(tmp_path / "loop.toml"), "--cluster", "2xcpu", "--batch", "8", "--context", "16").stdout
+    assert "batch of 8 sequences x 16 tokens" in " ".join(typed.split())
+
+
 def test_a_file_whose_text_is_read_as_bytes_need_not_say_the_vocabulary(tmp_path: Path) -> None:
     model = "[model]\nlayers = 2\nwidth = 64\nheads = 4\ncontext = 32\n"
     (tmp_path / "run.toml").write_text(f"{model}[data]\nsource = 'text.txt'\n")

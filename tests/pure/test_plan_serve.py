@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tilemesh.cli.commands.plan import serve as serve_plan
 from tilemesh.cli.main import main
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import parse_cluster
@@ -108,6 +109,14 @@ def test_loads_come_as_often_as_the_table_says(capsys: pytest.CaptureFixture[str
     for load in loads:
         if load["share"] < 0.9:
             assert load["requests_per_s"] == pytest.approx(load["rate"], rel=0.03)
+
+
+def test_lengths_that_nobody_says_fit_the_context() -> None:
+    for context, prompt, output, lengths in (
+        (128, None, None, (96, 32)), (1024, None, None, (512, 128)), (1024, 1000, None, (1000, 24)),
+        (1024, None, 1000, (24, 1000)), (16, 99, 99, (99, 99)),
+    ):  # fmt: skip
+        assert serve_plan._lengths(serve_plan.ServePlanOptions(prompt=prompt, output=output), context) == lengths
 
 
 def test_money_and_energy() -> None:

@@ -23,15 +23,9 @@ if TYPE_CHECKING:
     from tilemesh.report.html import Html
 
 HEAD = (
-    "chooser",
-    "predicted time",
-    "overlapped",
-    "memory per rank",
-    "sent per rank",
-    "evaluations",
-    "at most better by",
+    "chooser", "predicted time", "overlapped", "memory per rank", "sent per rank", "evaluations", "at most better by",
     "seconds",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,14 +165,11 @@ def record(answers: Sequence[Chosen]) -> list[dict[str, Any]]:
             "overlapped_s": each.overlapped_s if each.figures else None,
             "memory_bytes": each.figures.memory_bytes if each.figures else None,
             "bytes_per_rank": each.figures.sent_bytes if each.figures else None,
-            "evaluations": each.evaluations,
-            "bound_s": each.bound_s,
-            "lp_bound_s": each.lp_bound_s,
-            "is_optimal": each.is_optimal,
-            "seconds": each.seconds,
+            "evaluations": each.evaluations, "bound_s": each.bound_s, "lp_bound_s": each.lp_bound_s,
+            "is_optimal": each.is_optimal, "seconds": each.seconds,
         }
         for each in answers
-    ]
+    ]  # fmt: skip
 
 
 def chosen_page(answers: Sequence[Chosen]) -> Html:

@@ -98,6 +98,9 @@ def written_for(engine: OtherEngine, job: EngineJob, folder: str | None, command
             *(block for name, text in files.items() for block in ([f"==> {name} <=="], text.splitlines(), "")),
             f"With --out FOLDER they are written; `bash launch.sh` starts {engine.name} on a node.",
         ]
+    other = [name for name, text in files.items() if (at := Path(folder, name)).is_file() and at.read_text() != text]
+    if other:
+        raise UsageError(f"--out {folder} has {', '.join(other)} already, with other text: name another folder")
     for name, text in files.items():
         write_text(text, Path(folder) / name)
     return [f"For {engine.name} {engine.version}: {', '.join(str(Path(folder) / name) for name in files)}"]

@@ -27,6 +27,27 @@ def load_model(name: str, sets: Sequence[str]) -> ModelConfig:
     return cast(ModelConfig, config.load(settings, preset=name, presets={name: values}, sets=sets).model)
 
 
+def job_sizes(name: str) -> tuple[int | None, int | None]:
+    """Tokens in a sequence and sequences in a step, where a run, a configuration or a plan of training says them."""
+    from tilemesh.core.config import from_dict, read_toml, settable_fields
+    from tilemesh.core.plan import ParallelPlan
+    from tilemesh.core.plan_file import ALIGN, KIND, TRAIN
+    from tilemesh.runs.names import CONFIG
+    from tilemesh.train.config import LoopConfig
+
+    file = Path(name, CONFIG) if os.path.isdir(name) else Path(name)
+    sections = read_toml(file) if file.suffix == ".toml" and file.is_file() else {}
+    loop, layout = sections.get(TRAIN, {}), sections.get("plan", {})
+    if sections.get(KIND) == TRAIN:
+        layout = {field.name: sections[field.name] for field in settable_fields(ParallelPlan) if field.name in sections}
+    if ALIGN in sections or not isinstance(loop, dict) or not isinstance(layout, dict):
+        return None, None
+    sizes = {key: loop[key] for key in ("batch", "context") if key in loop}
+    own = from_dict(LoopConfig, sizes, f"{file}: train")
+    batch = own.batch or (from_dict(ParallelPlan, layout, f"{file}: plan").batch if layout else 0)
+    return own.context or None, batch or None
+
+
 def _read(name: str) -> dict[str, Any]:
     """What a file or a folder says of its model; of a run or a saved plan nothing else."""
     from tilemesh.core.config import read_toml, settable_fields, to_dict

@@ -100,17 +100,15 @@ def record(placed: PlacedGraph) -> dict[str, Any]:
         "placements": {names[node]: str(placement) for node, placement in placed.placements.items()},
         "exchanges": [
             {
-                "node": names[exchange.node],
+                "node": names[exchange.node], "axis": exchange.axis, "collective": exchange.collective,
                 "reader": None if exchange.reader is None else names[exchange.reader],
-                "axis": exchange.axis,
-                "collective": exchange.collective,
                 "bytes_per_rank": exchange.nbytes,
             }
             for exchange in placed.exchanges
         ],
         "conflicts": [str(conflict) for conflict in placed.conflicts],
         "bytes_per_rank": placed.nbytes,
-    }
+    }  # fmt: skip
 
 
 def place(graph: Graph, mesh: str, pins: Sequence[str]) -> PlacedGraph:

@@ -295,14 +295,10 @@ def _try_ranks(backend: str) -> Finding:
     name = {"mpi": "MPI"}.get(backend, backend)
     try:
         used = call(
-            "tilemesh.launch.probe:exchange",
-            2,
-            backend,
-            transport="mpi" if backend == "mpi" else "torch",
-            timeout_s=TRIAL_S,
+            "tilemesh.launch.probe:exchange", 2, backend, transport="mpi" if backend == "mpi" else "torch",
+            timeout_s=TRIAL_S, sink=lambda rank, stream, line: None,
             environ=outside_any_job(),  # also where doctor itself runs inside somebody's job
-            sink=lambda rank, stream, line: None,
-        )
+        )  # fmt: skip
     except RunError as error:
         return Finding(name, "fails", str(error), _MPI_REMEDY if backend == "mpi" else "make clean && make setup")
     return Finding(name, "works", f"two ranks exchanged a message: {used[0]}")

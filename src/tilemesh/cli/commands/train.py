@@ -180,18 +180,10 @@ def configuration(options: TrainOptions, member: Membership | None) -> TrainConf
             raise UsageError(f"--max-time is {options.max_time}: expected more than nothing; leave it out for no limit")
         limit = (f"train.max_time_s={seconds}",)
     config = load(
-        options.config,
-        sets=(*options.sets, *limit),
-        mesh=options.mesh,
-        plan=options.plan,
-        ranks=ranks,
-        gpus=len(usable_gpus()),
-        init=options.init,
-        resume=options.resume,
-        recipe=options.recipe,
-        pins=options.pin,
+        options.config, sets=(*options.sets, *limit), mesh=options.mesh, plan=options.plan, ranks=ranks,
+        gpus=len(usable_gpus()), init=options.init, resume=options.resume, recipe=options.recipe, pins=options.pin,
         choose=options.choose,
-    )
+    )  # fmt: skip
     if options.fallback_dir is None:
         return config
     checkpoint = dataclasses.replace(config.checkpoint, fallback_dir=Path(options.fallback_dir))

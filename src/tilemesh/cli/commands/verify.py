@@ -99,16 +99,10 @@ def train_optimizer(name: str, laid: Laid, precision: str) -> Optimizer:
 def _fields(result: GateResult, planted: bool) -> dict[str, Any]:
     case = result.case
     return {
-        "model": case.model,
-        "layout": str(case),
-        "ranks": case.layout.world,
-        "precision": case.precision,
+        "model": case.model, "layout": str(case), "ranks": case.layout.world, "precision": case.precision,
         "apart": {name: value if math.isfinite(value) else None for name, value in vars(result.apart).items()},
-        "bound": dataclasses.asdict(result.bound),
-        "planted": planted,
-        "passed": result.passed,
-        "where": result.where,
-    }
+        "bound": dataclasses.asdict(result.bound), "planted": planted, "passed": result.passed, "where": result.where,
+    }  # fmt: skip
 
 
 def _require(options: VerifyOptions) -> None:

@@ -58,16 +58,10 @@ def graph(options: GraphBenchOptions) -> Output:
         rows.add(measured)
     for name in names:
         findings = bench_model(
-            name,
-            SIZES[options.size],
-            dtype=getattr(torch, options.dtype),
-            device=device,
-            peers=options.peers,
-            repeats=options.repeats,
-            seconds=options.seconds,
-            alone=None if turn is None else turn.alone(),
+            name, SIZES[options.size], dtype=getattr(torch, options.dtype), device=device, peers=options.peers,
+            repeats=options.repeats, seconds=options.seconds, alone=None if turn is None else turn.alone(),
             profile=None if options.profile is None else Path(options.profile),
-        )
+        )  # fmt: skip
         figures = findings.figures
         console.print(
             f"{name}: {figures.operators} operators became {figures.launches}, {figures.opaque} of them torch's own; "

@@ -76,16 +76,10 @@ def kernel(options: KernelBenchOptions) -> Output:
             rows, without = counted_rows(cases, options.on, progress=show, rows=KeptRows(options.json))
             return Output([*_counted(rows), *(f"wrong: {words}: {why}" for words, why in without.items())], rows)
         rows, without = measure_cases(
-            cases,
-            compiled=options.compiled,
-            peers=options.peers or None,
-            times=options.times,
-            repeats=options.repeats,
-            seconds=options.seconds,
-            progress=show,
-            rows=KeptRows(options.json),
+            cases, compiled=options.compiled, peers=options.peers or None, times=options.times,
+            repeats=options.repeats, seconds=options.seconds, progress=show, rows=KeptRows(options.json),
             turn=None if options.turn is None else TimingTurn(options.turn),
-        )
+        )  # fmt: skip
     text: list[Block] = [rows, *(f"not measured: {words}: {why}" for words, why in without.items())]
     files: dict[str, Any] = {"chart": lambda: bench_drawings(rows), "html": lambda: bench_page(rows, options.tried)}
     shapes = [str(row.case["shape"]) for row in rows if row.name == "matmul"]

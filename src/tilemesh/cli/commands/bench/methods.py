@@ -34,11 +34,9 @@ def methods(options: MethodsBenchOptions) -> Output:
     measured = bench_methods(rank, factor, options.steps, options.blocks, console.print)
     rows, curves, loads, bounds = measured.rows, measured.curves, measured.loads, measured.bounds
     return Output(
-        [rows, *measured.notes],
-        rows,
-        next=NextCommand("train --mesh dp=2 --set train.method=local"),
+        [rows, *measured.notes], rows, next=NextCommand("train --mesh dp=2 --set train.method=local"),
         files={
             "chart": lambda: drawings(curves, loads, bounds),
             "html": lambda: render(rows, curves, measured.notes, loads, bounds),
         },
-    )
+    )  # fmt: skip

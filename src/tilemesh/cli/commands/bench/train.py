@@ -61,17 +61,9 @@ def train(options: TrainBenchOptions) -> Output:
     predicted = predict_run(config, gpus)  # before anything is measured
     also = {name: (settings, predict_run(settings, gpus)) for name, settings in others.items()}
     compared = compare(
-        config,
-        peers=options.peers or usual_peers(config),
-        also=others,
-        malloc=options.malloc,
-        transport=transport,
-        blocks=options.blocks,
-        steps=options.steps,
-        at_once=bool(gpus),
-        profile=profile,
-        say=console.print,
-    )
+        config, peers=options.peers or usual_peers(config), also=others, malloc=options.malloc, transport=transport,
+        blocks=options.blocks, steps=options.steps, at_once=bool(gpus), profile=profile, say=console.print,
+    )  # fmt: skip
     rows = train_rows(config, compared, predicted, gpus, also)
     after = after_layout(
         config,

@@ -198,12 +198,9 @@ def _figures(graph: Graph, device: Device) -> dict[str, Any]:
     return {
         "operators": graph.launches,
         "opaque": sum(node.op == "opaque" for node in graph.nodes()),
-        "flops": graph.flops,
-        "moved_bytes": graph.moved_bytes,
-        "arena_bytes": plan.size,
-        "live_bytes": plan.bound,
+        "flops": graph.flops, "moved_bytes": graph.moved_bytes, "arena_bytes": plan.size, "live_bytes": plan.bound,
         "seconds": graph_seconds(graph, device),
-    }
+    }  # fmt: skip
 
 
 def _words(figures: Any, device: str) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tilemesh.cli.commands.plan.train import ModelOnCluster, named_cluster, origin, plan_note
@@ -78,9 +80,17 @@ def align(options: AlignPlanOptions) -> Output:
     note = plan_note(title)
     files: dict[str, Any] = {"svg": lambda: draw_step(best.placement, best.step, title)}
     files["out"] = lambda: placement_text(best.placement, work, model, note)
-    after = NextCommand(f"align RUN --task TASK --plan {options.out}", f"{best.step.seconds:.4g} s per step")
+    after: NextCommand | None
     if options.out is None:
         after = again("--runnable" if reasons[0] else "--out plan.toml")
+    elif Path(options.model).is_dir():
+        command = f"align {shlex.quote(options.model)} --task sort --plan {shlex.quote(options.out)}"
+        after = NextCommand(command, f"{best.step.seconds:.4g} s per step")
+    else:
+        text.append(
+            f"`tilemesh align RUN --task FILE.py:FUNCTION --plan {options.out}` runs it on weights of this model"
+        )
+        after = None if options.svg else again("--svg step.svg")
     objects = [_object(options, work, cluster.name, place, each) for place, each in enumerate(ranked)]
     return Output(
         text, [{**each, "runs": why or "yes"} for each, why in zip(objects, reasons, strict=True)], files, next=after

@@ -181,19 +181,13 @@ def _figures(
     program: StepProgram, timeline: Timeline, curves: Sequence[drawing.Curve], times: PassTimes
 ) -> dict[str, object]:
     return {
-        "schedule": program.name,
-        "stages": program.ranks,
-        "microbatches": program.microbatches,
-        "chunks": program.chunks,
-        "slices": program.slices,
-        "slice_tokens": list(_slice_lengths(program)),
+        "schedule": program.name, "stages": program.ranks, "microbatches": program.microbatches,
+        "chunks": program.chunks, "slices": program.slices, "slice_tokens": list(_slice_lengths(program)),
         "placement": program.placement.directions,
         "times_s": {name: getattr(times, f"{name}_s") for name in ("forward", "input", "weight", "transfer")},
         "experts_s": None if times.experts is None else times.experts._asdict(),
-        "step_s": timeline.total_s,
-        "bubble": timeline.bubble,
-        "bubble_rate": timeline.bubble_rate,
+        "step_s": timeline.total_s, "bubble": timeline.bubble, "bubble_rate": timeline.bubble_rate,
         "busy_s": timeline.busy_s,
         "peak_microbatches": [max(value for _, value in curve) for curve in curves],
         "actions": [[str(action) for action in actions] for actions in program.actions],
-    } | origin()
+    } | origin()  # fmt: skip

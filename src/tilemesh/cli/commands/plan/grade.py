@@ -37,8 +37,8 @@ def grade(options: GradeOptions) -> Output:
     if options.of is None:
         refuse(options, "{} is about the log of another engine: say which with --of", "plan", "cluster", "code")
         return grades([grade_run(path) for path in options.runs], _next(options.runs[-1]))
-    fit = NextCommand("plan fit RUNS.toml --out profile.toml")
-    return grades([_grade_log(options, options.of, path) for path in options.runs], fit)
+    graded = [_grade_log(options, options.of, path) for path in options.runs]
+    return grades(graded, NextCommand(shlex.join(["plan", f"{options.plan}", "--cluster", f"{options.cluster}"])))
 
 
 def _next(path: str) -> NextCommand | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import tilemesh
@@ -28,8 +30,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class ServePlanOptions(ModelOnCluster):
     rate: float = option(1.0, "Requests per second.", "N")
-    prompt: int = option(512, "Prompt tokens.", "N")
-    output: int = option(128, "Output tokens.", "N")
+    prompt: int | None = option(None, "Prompt tokens; 512, or what the context leaves.", "N")
+    output: int | None = option(None, "Output tokens; 128, or a quarter of the context.", "N")
     goal: str | None = option(None, "What is promised, in seconds.", "ttft=1,itl=0.05")
     dtype: str | None = option(None, "bf16, fp32. [default: bf16, on a CPU fp32]")
     step_tokens: int = option(512, "Most tokens in a step.", "N")
@@ -54,14 +56,16 @@ def serve(options: ServePlanOptions) -> Output:
     model = load_model(options.model, options.sets)
     cluster, rates = named_cluster(options.cluster, options.gpu)
     dtype = options.dtype or ("bf16" if cluster.device.kind == "gpu" else "fp32")
-    demand = ServeDemand(options.rate, options.prompt, options.output, goal.between_tokens_s)
+    prompt, output = _lengths(options, model.context)
+    options = replace(options, prompt=prompt, output=output)
+    demand = ServeDemand(options.rate, prompt, output, goal.between_tokens_s)
     layouts, refused = serve_layouts(model, cluster, demand, dtype, rates, options.headroom_share, options.step_tokens)
     best = layouts[0]
     shares = load_shares(best, options.rate)
     loads = [simulate_share(best, demand, options.step_tokens, share, goal) for share in shares]
     text: list[Block] = [
         f"{options.model}: {count_parameters(model).total:,} parameters in {dtype} on {cluster.name}; {options.rate:g} "
-        f"requests/s of {options.prompt:,} prompt and {options.output:,} output tokens",
+        f"requests/s of {demand.prompt:,} prompt and {demand.output:,} output tokens",
         f"Keys and values: {format_bytes(best.token_bytes)} per token, {format_bytes(best.token_bytes * PAGE_TOKENS)} "
         f"per page of {PAGE_TOKENS}; weights {format_bytes(best.weight_bytes)}; {best.pages:,} pages fit on each "
         f"device, enough for {best.fits:,} such requests",
@@ -78,14 +82,44 @@ def serve(options: ServePlanOptions) -> Output:
     ]
     if options.engine:  # how it shares out experts is not known here
         alone = next((layout for layout in layouts if layout.ep == 1), best)
-        text += _for_vllm(options, model, cluster, dtype, alone)
+        text += _for_vllm(options, model, cluster, dtype, alone, prompt + output)
     is_plan = options.out is not None and options.engine is None
     files = {"out": lambda: _plan_file(options, model, cluster, dtype, best)} if is_plan else {}
-    after = NextCommand(f"serve RUN --plan {options.out}", f"{best.most_requests_per_s:.4g} requests/s at most")
     return Output(
         text, [_object(options, dtype, cluster.name, layouts, loads)], files,
-        next=None if options.engine else after if is_plan else again("--out plan.toml"),
+        next=None if options.engine else _after(options, cluster, best, dtype),
     )  # fmt: skip
+
+
+def _lengths(options: ServePlanOptions, context: int) -> tuple[int, int]:
+    """Tokens of a prompt and of an answer; what nobody says fits the context."""
+    prompt, output = options.prompt, options.output
+    if output is None:
+        output = max(1, min(128, context // 4 if prompt is None else context - prompt))
+    return max(1, min(512, context - output)) if prompt is None else prompt, output
+
+
+def _after(options: ServePlanOptions, cluster: Cluster, best: ServeLayout, dtype: str) -> NextCommand:
+    """Of weights that are here, to serve them; of a preset, to time random ones; of another shape, to train some."""
+    from tilemesh.model.config import PRESETS
+
+    if options.out is None:
+        return again("--out plan.toml")
+    model, sizes = Path(str(options.model)), {"dp": best.replicas, "tp": best.tp, "ep": best.ep}
+    if str(model) in PRESETS:
+        mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+        words = f"bench serve {model} --rates {options.rate:g} --prompt {options.prompt} --output {options.output}"
+        words += f" --dtype {dtype} --device {_device(cluster)}" + f" --mesh {mesh}" * bool(mesh)
+    elif model.suffix == ".toml":
+        return NextCommand(f"train {shlex.quote(str(model))}")
+    else:
+        folder = model if model.is_dir() else model.parent
+        words = f"serve {shlex.quote(str(folder))} --plan {shlex.quote(options.out)}"
+    return NextCommand(words, f"{best.most_requests_per_s:.4g} requests/s at most")
+
+
+def _device(cluster: Cluster) -> str:
+    return "cuda" if cluster.device.kind == "gpu" else "cpu"
 
 
 def _plan_file(options: ServePlanOptions, model: ModelConfig, cluster: Cluster, dtype: str, best: ServeLayout) -> str:
@@ -95,7 +129,7 @@ def _plan_file(options: ServePlanOptions, model: ModelConfig, cluster: Cluster, 
 
     running = best.largest.batch
     engine = {
-        "dtype": dtype, "device": "cuda" if cluster.device.kind == "gpu" else "cpu", "running": running,
+        "dtype": dtype, "device": _device(cluster), "running": running,
         "step_tokens": max(options.step_tokens, running),
     }  # fmt: skip
     demand = {"rate": options.rate, "prompt": options.prompt, "output": options.output}
@@ -105,7 +139,7 @@ def _plan_file(options: ServePlanOptions, model: ModelConfig, cluster: Cluster, 
 
 
 def _for_vllm(
-    options: ServePlanOptions, model: ModelConfig, cluster: Cluster, dtype: str, best: ServeLayout
+    options: ServePlanOptions, model: ModelConfig, cluster: Cluster, dtype: str, best: ServeLayout, length: int
 ) -> list[Block]:
     from tilemesh.cli.engines import written_for
     from tilemesh.core.plan import ParallelPlan
@@ -115,7 +149,6 @@ def _for_vllm(
     if dtype not in ("bf16", "fp16", "fp32"):
         raise UsageError(f"--for vllm with --dtype {dtype}: expected bf16, fp16 or fp32")
     plan = ParallelPlan(dp=best.replicas, tp=best.tp, ep=best.ep, precision=cast("Precision", dtype))
-    length = options.prompt + options.output
     job = EngineJob(
         model, plan, cluster, length, str(options.model), running=best.largest.batch, step_tokens=options.step_tokens
     )
@@ -151,7 +184,7 @@ def _load_line(load: SimulatedLoad) -> dict[str, str]:
 
 def _served_tokens_per_s(options: ServePlanOptions, best: ServeLayout) -> float:
     """At the rate asked for, where it is served; else at the most."""
-    return min(options.rate, best.most_requests_per_s) * options.output
+    return min(options.rate, best.most_requests_per_s) * (options.output or 0)
 
 
 def _money(options: ServePlanOptions, best: ServeLayout, devices: int) -> Iterator[str]:

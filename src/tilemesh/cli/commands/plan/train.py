@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tilemesh
-from tilemesh.cli.models import MODEL_WORDS, load_model
+from tilemesh.cli.models import MODEL_WORDS, job_sizes, load_model
 from tilemesh.cli.next_command import again
 from tilemesh.cli.output import Block, Output, show
 from tilemesh.cli.targets import check_targets
@@ -56,7 +56,7 @@ class ModelOnCluster:
 @dataclass(frozen=True, kw_only=True)
 class TrainPlanOptions(ModelOnCluster):
     batch_tokens: str | None = option(None, "Tokens in a step, about: 4M.", "N")
-    batch: int | None = option(None, "Sequences in a step, exactly.", "N")
+    batch: int | None = option(None, "Sequences in a step, exactly; by default a training file's own.", "N")
     context: int | None = option(None, "Tokens in a sequence; the model's, if not given.", "N")
     fix: tuple[str, ...] = option((), "Pin: tp=8,pp=4,recompute=none,...", "A=B,...")
     code: str | None = option(None, CODE_WORDS, "NAME")
@@ -92,6 +92,11 @@ def train(options: TrainPlanOptions) -> Output:
     if options.model is None:
         raise UsageError(f"MODEL is missing: expected {MODEL_WORDS}")
     name, model = options.model, load_model(options.model, options.sets)
+    context, batch = job_sizes(name) if options.cluster else (None, None)
+    if batch and options.batch is None and options.batch_tokens is None:
+        options = replace(options, batch=batch)
+    if context and options.context is None:
+        options = replace(options, context=context)
     if options.cluster is None:
         why_not = "{} is about a plan, which needs --cluster, such as --cluster 64xh100"
         about = ("gpu", "fix", "price", "budget", "out", "json", "html", "code", "headroom", "engine", "imbalance")
@@ -155,19 +160,10 @@ def _search(options: TrainPlanOptions, model: ModelConfig, cluster: str) -> tupl
 
     def find(pins: Pins, accepts: Accepts | None) -> SearchResult:
         return search(
-            model,
-            machines,
-            batch=options.batch,
-            batch_tokens=options.tokens,
-            context=options.context,
-            pins=pins,
-            rates=rates,
-            code=code,
-            headroom=options.headroom_share,
-            imbalance=options.imbalance or 0.0,
-            refused=_refused(model, options.context or model.context),
-            accepts=accepts,
-        )
+            model, machines, batch=options.batch, batch_tokens=options.tokens, context=options.context, pins=pins,
+            rates=rates, code=code, headroom=options.headroom_share, imbalance=options.imbalance or 0.0,
+            refused=_refused(model, options.context or model.context), accepts=accepts,
+        )  # fmt: skip
 
     try:
         result = find(pins, None) if engine is None else best_for(engine, options, model, machines, pins, find)
