@@ -31,7 +31,7 @@ from tilemesh.guide.book import PARTS, GuidePart, part_of
 from tilemesh.guide.data_parallel import exercises as data_parallel_exercises
 from tilemesh.guide.draw import every_figure
 from tilemesh.guide.exercise import Exercise, choice, function_in, listing, numeric
-from tilemesh.guide.lesson import Lesson, how_far_off, show_code, typical_factor
+from tilemesh.guide.lesson import Lesson, how_far_off, reader, show_code, typical_factor
 from tilemesh.guide.machine import growth
 from tilemesh.guide.progress import Guessed, ReaderProgress
 from tilemesh.guide.quantity import parse_quantity
@@ -800,3 +800,16 @@ def test_code_can_be_read_on_a_light_terminal_and_on_a_dark_one() -> None:
     shown = out.getvalue()
     assert not re.search(r"\x1b\[[^m]*(38;2;|9[0-7])", shown), shown  # no colour of its own, none of the bright ones
     assert "\x1b[49m" in shown
+
+
+def test_q_leaves_a_chapter_wherever_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stream in ("stdin", "stdout"):
+        monkeypatch.setattr(f"sys.{stream}", SimpleNamespace(isatty=lambda: True, write=len, flush=int))
+    answers = iter(("12", " Q "))
+    monkeypatch.setattr("builtins.input", lambda prompt: next(answers))
+    ask = reader()
+    assert ask is not None
+    assert ask("your answer: ") == "12"
+    with pytest.raises(SystemExit) as left:
+        ask("your answer: ")
+    assert left.value.code == 0

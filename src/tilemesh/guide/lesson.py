@@ -66,7 +66,10 @@ def reader() -> Ask | None:
 
     def ask(prompt: str) -> str | None:
         try:
-            return input(prompt)
+            text = input(prompt)
+            if text.strip().lower() in ("q", "quit") and not in_notebook:
+                raise SystemExit(0)
+            return text
         except EOFError:
             print()  # Ctrl-D leaves the cursor behind the question
             return None
@@ -118,7 +121,7 @@ class Lesson:
             )
         self.console.print(f"[bold]Predict:[/] {question}", soft_wrap=self._in_pipe)
         while self._ask is not None:
-            text = self._ask(f"  your guess, {hint_of(unit)} (Enter to skip): ")
+            text = self._ask(f"  your guess, {hint_of(unit)} (Enter to skip, q to leave): ")
             if text is None or not text.strip():
                 break
             try:
@@ -154,12 +157,8 @@ class Lesson:
         row = replace(row, guess=guess.value)
         self.guesses.append((guess, sample.median))
         self.add(row)
-        values = {
-            "your guess": guess.value if guess.by_reader else None,
-            "cost model": guess.model,
-            figure: sample.median,
-            "limit": limit,
-        }
+        values = {"your guess": guess.value if guess.by_reader else None, "cost model": guess.model}
+        values |= {figure: sample.median, "limit": limit}
         words = [f"{what} {format_value(value, guess.unit)}" for what, value in values.items() if value is not None]
         self._say(f"  {guess.name}: {' · '.join(words)}")
         return row
@@ -201,7 +200,7 @@ class Lesson:
             return
         wrong = 0
         while wrong < MOST_TRIES:
-            text = self._ask(f"  your answer, {exercise.hint} (Enter to skip): ")
+            text = self._ask(f"  your answer, {exercise.hint} (Enter to skip, q to leave): ")
             if text is None or not text.strip():
                 return
             is_right = self.answer(exercise, text)

@@ -75,7 +75,7 @@ def run_part(part: GuidePart, console: Console, pause: Ask | None = None) -> lis
     is_first = True
     for cell in cells(script):
         if not cell.is_code:
-            if pause is not None and not is_first and pause("\n[Enter] to go on, q to leave: ") in ("q", "quit", None):
+            if pause is not None and not is_first and pause("\n[Enter] to go on, q to leave: ") is None:
                 return []
             _show_text(cell.source, console)
             is_first = False
