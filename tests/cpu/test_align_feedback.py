@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,19 +17,22 @@ from align_start import write_start
 
 from tilemesh.align.checks import check_rewards
 from tilemesh.align.config import FeedbackConfig, load
+from tilemesh.align.formulas.rollout import Segment
 from tilemesh.align.generate import unpacked_bytes
 from tilemesh.align.inputs import read_scorers
 from tilemesh.align.job import fit
 from tilemesh.align.pairs import PairSource
-from tilemesh.align.prompts import Pair, ServedText, pair_of
+from tilemesh.align.prompts import Pair, Prompt, ServedText, pair_of
 from tilemesh.align.rewards import Rewards, read_reward_model
 from tilemesh.align.tasks import TASKS
+from tilemesh.align.turns import AnswerTurns, DrawnTalk
 from tilemesh.align.verifier import Verifier
 from tilemesh.cli.commands.align import AlignOptions, align
 from tilemesh.comm.connection import connect
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.data.cases import read_cases
 from tilemesh.data.tokenizer import Bytes
+from tilemesh.launch.function import Called
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.runs.metrics import STEP, latest
 from tilemesh.runs.names import ROLLOUTS
@@ -55,6 +59,10 @@ def score(prompt, answer, case):
         return "ten"
     if answer == "nan":
         return float("nan")
+    if answer == "long":
+        raise ValueError("a line\\n" * 100_000)
+    if answer == "half a character":
+        return {"score": 1, "\\ud800": 2}
     if answer == "parts":
         return {"score": 0.5, "format": 1.0}
     if answer == "unnamed":
@@ -82,20 +90,35 @@ def functions(tmp_path: Path) -> Path:
 
 def test_a_verifier_that_crashes_hangs_or_talks_nonsense_never_pays(functions: Path) -> None:
     verifier = Verifier(f"{functions}:score", deadline_s=0.5)
-    words = ["fine", "raise", "hang", "die", "text", "nan", "unnamed", "object", "parts", "numpy"]
+    words = [
+        "fine",
+        "raise",
+        "hang",
+        "die",
+        "text",
+        "nan",
+        "unnamed",
+        "object",
+        "long",
+        "parts",
+        "numpy",
+        "half a character",
+    ]
     try:
         scored = verifier([("p", word, {"bonus": 0.1}) for word in words])
     finally:
         verifier.close()
-    assert [each.failure == "" for each in scored] == [word in ("fine", "parts", "numpy") for word in words]
+    assert [each.failure == "" for each in scored] == [word in ("fine", *words[-3:]) for word in words]
     assert [dict(each.parts) for each in scored if not each.failure] == [
-        {"score": 0.5}, *[{"score": 0.5, "format": 1.0}] * 2,
+        {"score": 0.5}, *[{"score": 0.5, "format": 1.0}] * 2, {"score": 1.0, "?": 2.0},
     ]  # fmt: skip
     failures = dict(zip(words, [each.failure for each in scored], strict=True))
     assert "cannot parse" in failures["raise"]
     assert "within 0.5 s" in failures["hang"]
     assert "ended" in failures["die"]
-    assert "expected a number" in failures["text"]
+    assert "'ten': expected a number" in failures["text"]
+    assert failures["long"].startswith("ValueError: a line a line")
+    assert len(failures["long"]) == 300
     with pytest.raises(UsageError, match=r"expected FILE\.py:FUNCTION"):
         Verifier("functions", 1.0)
     functions.write_text("import nothing_like_that\n")
@@ -232,6 +255,17 @@ def test_a_conversation_goes_on_with_what_a_users_function_says(tmp_path: Path) 
         load(start, sets=[*QUICK, "align.task=vowels", "align.turns=2"])
 
 
+def test_what_is_said_and_is_no_text_ends_a_conversation() -> None:
+    turns = AnswerTurns.__new__(AnswerTurns)
+    served = SimpleNamespace(tokenizer=Bytes())
+    turns.prompts = cast("Any", SimpleNamespace(served=served, context=32))
+    turns.align = cast("Any", SimpleNamespace(turns=2, longest=4))
+    turns._environment = cast("Any", lambda calls: [Called("half \ud800"), Called("é")])
+    going = [DrawnTalk(Prompt({}, "a", [1], 0), place, [Segment([1])], ["b"], "stop") for place in range(2)]
+    assert turns.heard(going, 1) == going[1:]
+    assert [each.failure for each in going] == ["what it said is not UTF-8 text", ""]
+
+
 def test_what_cannot_be_scored_gets_the_least_that_any_got_and_at_most_nothing() -> None:
     rewards = object.__new__(Rewards)
     rewards.weights = {"task": 1.0, "style": 0.5}
@@ -336,7 +370,9 @@ def test_a_held_out_loss_is_a_mean_over_pairs(microbatch: int) -> None:
 
 def test_wrong_pairs_and_prompts_are_named(start: Path, tmp_path: Path) -> None:
     file = tmp_path / "pairs.jsonl"
-    for text, words in [('{"prompt": "a", "chosen": "b"}\n', "pair 1"), ("{}\n", "line 1"), ("nope\n", "no JSON")]:
+    for text, words in [('{"prompt": "a", "chosen": "b"}\n', "pair 1"), ("{}\n", "line 1"), ("nope\n", "no JSON"),
+                        ('{"prompt": null, "chosen": "b", "rejected": "c"}\n', "prompt is None: expected text"),
+                        ('{"prompt": "", "chosen": "b", "rejected": "c"}\n', "an empty prompt")]:  # fmt: skip
         file.write_text(text)
         config = load(start, sets=["align.algorithm=dpo", f"align.preferences={file}", "align.prompts=1", *QUICK])
         with pytest.raises(UsageError, match=words):

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -163,6 +163,29 @@ def test_a_run_ahead_that_was_stopped_goes_on_as_if_it_had_not_been(start: Path,
     whole = on_ranks(start, tmp_path / "whole", AHEAD)
     parts = on_ranks(start, tmp_path / "parts", AHEAD, stop_after=2)
     on_ranks(start, parts, AHEAD, resume=True)
+    ours, theirs = weights_of(parts), weights_of(whole)
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    assert [line["age"] for line in steps_of(parts)] == [0, 1, 1, 1]
+
+
+def test_a_run_ahead_that_was_killed_goes_on_as_if_it_had_not_been(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint comes with the batch that was under way: nobody could draw it again."""
+    sets = ("align.ahead=1", "align.held_out=0", "checkpoint.every=1")
+    whole = on_ranks(start, tmp_path / "whole", *sets)
+    paid, batches = RolloutSource._paid, list[Sequence[bytes]]()
+
+    def die(source: RolloutSource, pieces: Sequence[bytes]) -> Any:
+        batches.append(pieces)
+        if len(batches) == 3:
+            raise KeyError("killed")
+        return paid(source, pieces)
+
+    monkeypatch.setattr(RolloutSource, "_paid", die)
+    with pytest.raises(Exception, match="killed"):
+        on_ranks(start, tmp_path / "parts", *sets)
+    parts = on_ranks(start, tmp_path / "parts", *sets, resume=True)
     ours, theirs = weights_of(parts), weights_of(whole)
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
     assert [line["age"] for line in steps_of(parts)] == [0, 1, 1, 1]

@@ -379,6 +379,7 @@ def test_what_does_not_go_together_is_refused_in_a_line(start: Path) -> None:
         (("align.algorithm=dpo",), "no file of pairs"),
         (("align.task=check.py:score",), "names no prompts"),
         (("align.task=srot",), "did you mean 'sort'"),
+        (("align.answers=1",), "an advantage of 0"),
         (("align.kl=lost",), "did you mean 'loss'"),
         (("align.algorithm=dapo", "align.kl_coefficient=0.05"), "counts nowhere"),
         (("align.critic=own",), "no critic"),

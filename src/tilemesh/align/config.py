@@ -437,6 +437,10 @@ CONFLICTS: tuple[Conflict[AlignConfig], ...] = (
         lambda config: config.align.invariant and config.align.ranks_beside > 0 and config.plan.tp > 1,
         "ranks that only draw answers have whole weights, whose sums are not cut as training's are",
         "align.placement=colocated"),
+    row("align.answers align.baseline", lambda config: not config.align.is_of_pairs and config.align.answers == 1
+        and config.align.row.baseline in ("group", "group-std", "leave-one-out"),
+        "an answer that is compared with the others to its prompt has an advantage of 0 where there are none",
+        "align.answers=8" + OR + "align.baseline=batch"),
     row("align.temperature", lambda config: config.align.temperature == 0,
         "all answers to a prompt would be the same one", "align.temperature=1"),
     row("train.method", lambda config: config.train.method != "synchronous",

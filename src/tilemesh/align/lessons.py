@@ -106,7 +106,7 @@ class FeedbackLessons(Lessons):
         self._rollouts = source = RolloutSource(
             self.run, laid, reference, drawing, rewards, self.feedback, recorder, self.folder
         )
-        self._closing += [turns.close, rewards.close, drawing.close, source.close]
+        self._closing += [turns.close, rewards.close, drawing.close]
         return source
 
     def serve_answers(self, link: Communicator, device: torch.device, recorder: Recorder) -> None:

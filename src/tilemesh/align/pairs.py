@@ -11,7 +11,6 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +18,7 @@ from tilemesh.align.config import AlignConfig
 from tilemesh.align.head import Reference
 from tilemesh.align.objective import FeedbackObjective
 from tilemesh.align.prompts import Pair, ServedText, read_pairs
+from tilemesh.align.shared import padded
 from tilemesh.data.order import Order, rows_of
 from tilemesh.model.loss import IGNORED
 from tilemesh.parallel.laid import Laid
@@ -74,15 +74,11 @@ class PairSource(Source):
     def _tensors(self, pairs: Sequence[Pair], weight: float) -> tuple[Tensor, ...]:
         """Tokens, targets, and of each trained token the reference's log-probability and what a pair counts for."""
         sequences = [sequence for pair in pairs for sequence in pair[:2]]
-        tokens = np.zeros((len(sequences), max(map(len, sequences))), np.int64)
-        targets = np.full(tokens.shape, IGNORED, np.int64)
-        for row, sequence in enumerate(sequences):
-            prompt = pairs[row // 2].prompt
-            tokens[row, : len(sequence)] = sequence
-            targets[row, prompt - 1 : len(sequence) - 1] = sequence[prompt:]
-        tokens_BT, targets_BT = torch.from_numpy(tokens).to(self.device), torch.from_numpy(targets).to(self.device)
-        count = int((targets != IGNORED).sum())
-        reference_N = torch.zeros(count, dtype=torch.float64, device=self.device)
+        given = (pair.prompt for pair in pairs for _ in range(2))
+        targets = [[IGNORED] * (prompt - 1) + sequence[prompt:] + [IGNORED]
+                   for prompt, sequence in zip(given, sequences, strict=True)]  # fmt: skip
+        tokens_BT, targets_BT = padded(sequences, self.device), padded(targets, self.device, IGNORED)
+        reference_N = torch.zeros(sum(map(_trained, pairs)), dtype=torch.float64, device=self.device)
         if self.reference is not None:
             with torch.no_grad():
                 reference_N = self.reference(tokens_BT, targets_BT, 1.0).logprob_N.double()

@@ -180,7 +180,8 @@ def placement_words(config: AlignConfig) -> str:
     """What lies where, in a line."""
     beside, ahead = config.align.ranks_beside, config.align.batches_ahead
     if not beside:
-        return f"colocated: {config.plan.world} rank{'s' * (config.plan.world > 1)} draw answers and train in turn"
+        several = f"{config.plan.world} ranks draw answers and train"
+        return f"colocated: {'1 rank draws answers and trains' if config.plan.world == 1 else several} in turn"
     when = "one batch ahead of the update" if ahead else "while the others wait"
     if config.align.streams:
         when = f"batch after batch, at most {ahead} ahead of the update"

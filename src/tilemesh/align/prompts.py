@@ -118,7 +118,9 @@ def prompt_tokens(case: Case, served: ServedText) -> tuple[str, list[int]]:
     if "messages" in case:
         text = _template(served).render(case["messages"], answer_follows=True)
         return text, encode_prompt(served.tokenizer, text)
-    text = str(case["prompt"])
+    text = case["prompt"]
+    if not isinstance(text, str):
+        raise UsageError(f"a case's prompt is {text!r:.60}: expected text")
     return text, encode_prompt(served.tokenizer, text, special=True)
 
 
@@ -160,6 +162,8 @@ def read_pairs(path: Path | None, served: ServedText, context: int) -> list[Pair
         if not all(isinstance(case.get(side), str) and case[side] for side in _SIDES):
             raise UsageError(f"{path}, pair {number}: expected texts `chosen` and `rejected` beside the prompt")
         pairs.append(pair := pair_of(case, served))
+        if not pair.prompt:
+            raise UsageError(f"{path}, pair {number} has an empty prompt: expected one of at least one token")
         longest = max(len(pair.chosen), len(pair.rejected))
         if longest > context:
             raise UsageError(f"{path}, pair {number} has {longest} tokens: the context is {context}; shorten it")

@@ -7,6 +7,7 @@ token in each of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,16 +29,19 @@ class PassRows(NamedTuple):
     sequence has a row of its own, padded to the longest."""
 
 
+def padded(sequences: Sequence[Sequence[int] | np.ndarray], device: torch.device, padding: int = 0) -> Tensor:
+    """A row for each."""
+    tokens = np.full((len(sequences), max(map(len, sequences))), padding, np.int64)
+    for row, sequence in zip(tokens, sequences, strict=True):
+        row[: len(sequence)] = sequence
+    return torch.from_numpy(tokens).to(device)
+
+
 def padded_rows(rollout: Rollout, rows: range, device: torch.device) -> PassRows:
     """One sequence per row."""
-    own = [rollout.tokens[rollout.row(row)] for row in rows]
-    tokens = np.zeros((len(rows), max(map(len, own)) - 1), np.int64)
-    targets = np.full(tokens.shape, IGNORED, np.int64)
-    for place, (row, sequence) in enumerate(zip(rows, own, strict=True)):
-        tokens[place, : len(sequence) - 1] = sequence[:-1]
-        targets[place, : len(sequence) - 1] = _targets(rollout, row)
-    both = (torch.from_numpy(tokens).to(device), torch.from_numpy(targets).to(device))
-    return PassRows(*both, torch.zeros(0, 4, dtype=torch.int64))
+    tokens_BT = padded([rollout.tokens[rollout.row(row)][:-1] for row in rows], device)
+    targets_BT = padded([_targets(rollout, row) for row in rows], device, IGNORED)
+    return PassRows(tokens_BT, targets_BT, torch.zeros(0, 4, dtype=torch.int64))
 
 
 def shared_rows(rollout: Rollout, rows: range, device: torch.device) -> PassRows:

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from tilemesh.align import checks
 from tilemesh.align.config import AlignConfig
@@ -35,7 +33,7 @@ from tilemesh.align.objective import FLOATS, SEQUENCE, WEIGHT, FeedbackObjective
 from tilemesh.align.prompts import Prompt
 from tilemesh.align.record import BATCH, HELD_OUT, note_begin, note_drawn, read_events
 from tilemesh.align.rewards import Rewards
-from tilemesh.align.shared import PassRows, padded_rows, shared_rows
+from tilemesh.align.shared import PassRows, padded, padded_rows, shared_rows
 from tilemesh.align.turns import ENVIRONMENT
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.files import replacing
@@ -277,14 +275,17 @@ class RolloutSource(Source):
         self._begun = None
         return self.drawing.finish() if pieces is None else pieces
 
-    def close(self) -> None:
-        """What was drawn ahead is kept for a run that goes on: the weights that drew it are gone by then."""
-        if self._begun is None or sys.exc_info()[0] is not None:  # a rank that failed cannot wait for the others
-            return
-        iteration, version = self._begun
-        pieces = self._collected()
-        if self.mesh.comm.rank == 0:
-            self._keep_early(iteration, pieces, version, version)
+    def before_checkpoint(self) -> None:
+        """What was drawn ahead is kept for a run that goes on from here: the weights that drew it are gone by then. The
+        next step would wait for it in any case."""
+        if self._begun is not None:
+            self._finish_drawing()
+            assert self._batch is not None
+            assert self._pieces is not None
+            if self.mesh.comm.rank == 0:
+                iteration, version = self._begun
+                self._keep_early(iteration, self._pieces, version, version)
+                self._forget_files(self._batch.number)
 
     def _keep_early(self, iteration: int, pieces: Sequence[bytes], version: int, oldest: int) -> None:
         rollout, parts, failures = _joined(pieces)
@@ -308,8 +309,9 @@ class RolloutSource(Source):
         size = max(1, self.config.plan.microbatch)
         for first in range(begin, begin + count, size):
             rows = range(first, min(first + size, begin + count))
-            tokens_BT, last_B = self._whole_rows(rollout, rows)
-            for name, values in self.rewards.judge(tokens_BT, last_B).items():
+            whole = [rollout.tokens[rollout.row(row)] for row in rows]
+            last_B = torch.tensor([len(sequence) - 1 for sequence in whole], device=self.device)
+            for name, values in self.rewards.judge(padded(whole, self.device), last_B).items():
                 judged[name][rows.start : rows.stop] = values
         return {name: self._summed(values) for name, values in judged.items()}
 
@@ -409,14 +411,6 @@ class RolloutSource(Source):
         pads = self.config.train.compile or self.align.invariant
         return (padded_rows if pads else shared_rows)(rollout, rows, self.device)
 
-    def _whole_rows(self, rollout: Rollout, rows: range) -> tuple[Tensor, Tensor]:
-        """Whole sequences, padded, and where the last token of each stands."""
-        lengths = np.diff(rollout.starts)[rows.start : rows.stop]
-        tokens = np.zeros((len(rows), int(lengths.max())), np.int64)
-        for place, row in enumerate(rows):
-            tokens[place, : lengths[place]] = rollout.tokens[rollout.row(row)]
-        return torch.from_numpy(tokens).to(self.device), torch.from_numpy(lengths - 1).to(self.device)
-
     def _summed(self, values: Floats) -> Floats:
         """Each replica has written its own places, and zeros elsewhere."""
         return values if self.mesh.dp.size == 1 else np.asarray(self.mesh.dp.comm.all_reduce(values))
@@ -429,7 +423,8 @@ class RolloutSource(Source):
         unheard = [reason.removeprefix(ENVIRONMENT) for reason in batch.failures if reason.startswith(ENVIRONMENT)]
         unscored = [reason for reason in batch.failures if not reason.startswith(ENVIRONMENT)]
         truncated = sum(reason == LENGTH for reason in rollout.finish) / len(rollout)
-        if self.align.turns > 1 and truncated == 1 and not unheard:  # nobody was asked
+        stretches = np.count_nonzero(np.diff(rollout.trainable.astype(np.int8)) == 1)
+        if self.align.turns > 1 and truncated == 1 and stretches == len(rollout) and not unheard:  # nobody was asked
             reason = f"answers are cut at {self.align.longest} tokens, and only one that ended is heard"
             unheard = [reason] * len(rollout)
         why = {key: Counter(reasons).most_common(1)[0][0]

@@ -15,7 +15,7 @@ import numpy as np
 
 from tilemesh.align.formulas.rollout import LENGTH, Rollout, Segment, pack
 from tilemesh.align.prompts import Prompt, PromptSource
-from tilemesh.core.errors import RunError
+from tilemesh.core.errors import RunError, UsageError
 from tilemesh.data.cases import Case
 from tilemesh.data.tokenizer import encode_prompt
 from tilemesh.launch.function import FunctionProcess
@@ -94,7 +94,11 @@ class AnswerTurns:
             if called.value and not isinstance(called.value, str):
                 each.failure = f"{called.value!r:.60}: expected text, or nothing to end"
             elif called.value:
-                given = encode_prompt(self.prompts.served.tokenizer, called.value)
+                try:
+                    given = encode_prompt(self.prompts.served.tokenizer, called.value)
+                except UsageError:
+                    each.failure = "what it said is not UTF-8 text"
+                    continue
                 if len(each.tokens) + len(given) + self.align.longest <= self.prompts.context:
                     each.segments.append(Segment(given))
                     each.texts.append(called.value)

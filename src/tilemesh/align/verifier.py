@@ -37,8 +37,8 @@ def read_parts(value: Any) -> Scored:
         except OverflowError:
             return Scored({}, f"{name} is a whole number of hundreds of digits: expected one that a float can be")
         if not math.isfinite(number):
-            return Scored({}, f"{name} is {str(part)[:60]}: expected a number")
-        numbers[str(name)] = number
+            return Scored({}, f"{name} is {part!r:.60}: expected a number")
+        numbers[str(name).encode(errors="replace").decode()] = number  # half a character would be no name of an array
     if MAIN not in numbers:
         return Scored({}, f"has no part '{MAIN}': expected a number, or numbers by name with that one among them")
     return Scored(numbers)

@@ -176,7 +176,7 @@ def main(spec: str) -> int:
         try:
             reply({"value": function(*arguments)}, number)
         except Exception as error:
-            reply({"failure": f"{type(error).__name__}: {error}"}, number)
+            reply({"failure": " ".join(f"{type(error).__name__}: {error}".split())[:300]}, number)
     return 0
 
 

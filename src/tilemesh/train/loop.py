@@ -317,10 +317,8 @@ class Loop:
         self._undrawn += steps
         if is_end:
             if (joules := self.energy.take()) is not None:
-                self.timing.joules, self.timing.joule_steps = (
-                    self.timing.joules + joules,
-                    self.timing.joule_steps + self._undrawn,
-                )
+                self.timing.joules += joules
+                self.timing.joule_steps += self._undrawn
             self._undrawn = 0
 
     def _judge(self) -> bool:
@@ -381,6 +379,7 @@ class Loop:
 
     def _begin_checkpoint(self) -> None:
         self._settle_checkpoint()
+        self.stepper.source.before_checkpoint()
         with self.recorder.span("checkpoint", "checkpoint"):
             parts = [part for name, shard, tensor in self._kept() for part in parts_of(name, shard, tensor)]
             values = self.progress.values(self.stepper, self.fingerprint)

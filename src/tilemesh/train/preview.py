@@ -214,11 +214,8 @@ def preview(
     request = JobRequest(run, name, resume, init, transport, restarts, stop_after, program, min_ranks)
     check_job(config, request)
     gpus = usable_gpus() if config.train.device != "cpu" else ()
-    if resume is not None:
-        folder = str(resume)
-    else:
-        folder = str(run) if run is not None else f"{RUNS}/YYYYMMDD-HHMMSS-{name}"
-    if config.ranks == 1:
+    folder = str(resume or run or f"{RUNS}/YYYYMMDD-HHMMSS-{name}")
+    if config.ranks + program.beside == 1:
         how = "one process"
     else:
         how = "torch" if gpus and transport == "auto" else choose_transport(transport)

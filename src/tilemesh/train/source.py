@@ -68,6 +68,10 @@ class Source(Protocol):
     def go_on(self, steps: int, position: int) -> None:
         """After so many steps so many samples had been taken; a run may go on with another batch size."""
 
+    def before_checkpoint(self) -> None:
+        """Keep on disk what steps after a checkpoint need and nobody could make again (a collective call)."""
+        return
+
     counts: str = "tokens"
     """What `tokens` counts."""
 

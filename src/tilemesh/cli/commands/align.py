@@ -106,10 +106,11 @@ def _preview(options: AlignOptions, config: AlignConfig, job: dict[str, Any]) ->
     check_inputs(config)
     job |= {"run": options.run, "resume": options.resume, "name": "align"}
     seen = preview(config.training, program=program_of(config), **job)
-    lines = [(subject, words) for subject, words in seen.lines() if subject != "data"]
+    lines = [(subject, words) for subject, words in seen.lines() if subject not in ("data", "steps")]
     lines[1:1] = [
         ("begins", str(options.start or options.resume)),
         ("learns", config.align.words),
+        ("steps", f"{config.train.steps:,} of {config.align.rows} sequences"),
         ("placement", placement_words(config)),
     ]
     text = [f"{subject + ':':11}{words}" for subject, words in lines]
@@ -127,11 +128,13 @@ def _words(result: Result) -> list[list[str]]:
     figures = [
         f"{name.replace('_', ' ')} {last[name]:.3f}" for name in ("reward", "accuracy", "kl", "entropy") if name in last
     ]
+    has_samples = (result.folder / SAMPLES).is_file()
     seconds = read_small(result.folder, SUMMARY).get("seconds", 0.0)
     return [
         [f"\nafter {result.step} steps and {seconds:.0f} s: {', '.join(figures)}"],
         [
-            f"weights: step {result.saved_step}, {folder / CHECKPOINTS}; answers over time: {SAMPLES}",
+            f"weights: step {result.saved_step}, {folder / CHECKPOINTS}"
+            + f"; answers over time: {SAMPLES}" * has_samples,
             f"go on:   {program()} align --resume {folder} --set train.steps={2 * result.step}",
             f"serve:   {program()} serve {folder}",
         ],
