@@ -26,6 +26,7 @@ from tilemesh.model.adapter import LoraConfig, adapted_modules, adapter_paramete
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.kinds import Adapted, FewBits
 from tilemesh.model.lora import attach, read_adapter, save_adapter
+from tilemesh.model.programs.explain import explain
 from tilemesh.model.transformer import Transformer
 from tilemesh.model.work.weights import count_parameters
 from tilemesh.parallel import Mesh
@@ -36,6 +37,7 @@ from tilemesh.serve.write import generate
 from tilemesh.train.check import check_resumed
 from tilemesh.train.config import TrainConfig, of_run
 from tilemesh.train.export import export
+from tilemesh.train.plain import planned_programs
 from tilemesh.train.preview import preview
 from tilemesh.train.rank import lay_model
 
@@ -185,6 +187,16 @@ def test_codes_below_adapters_are_predicted_and_laid_as_codes(hub: Path, tmp_pat
     trained = sum(parameter.nbytes for parameter in laid.module.parameters() if parameter.requires_grad)
     words = dict(preview(config, init=small).lines())["memory"]
     assert words.startswith(f"{format_bytes(held + 3 * trained)} per rank for weights, gradients and optimizer states")
+
+
+def test_programs_over_codes_are_told_as_they_run(hub: Path, tmp_path: Path) -> None:
+    huggingface.save(quantize(Transformer(GPT2, seed=1), "int4-g4"), tmp_path / "small")
+    sets = ["lora.rank=3", SHORT, f"data.source={hub / 'text.txt'}", "train.kernels=tilemesh"]
+    config, cpu = tm.train.load_config(mesh="dp=1,tp=1", sets=sets, init=tmp_path / "small"), torch.device("cpu")
+    lines = explain(planned_programs(config, cpu))
+    assert "    not MLP as one operator: matrices are not dense" in lines
+    assert "definition: 1 layer" in lines[1]
+    assert isinstance(lay_model(config, Mesh(connect("alone")), cpu).model.layers[0].mlp.fc_in.kind, FewBits)
 
 
 def test_codes_whose_groups_ranks_would_share_are_refused_before_ranks_start(hub: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -9,7 +10,9 @@ from torch import nn
 
 from tilemesh.compress.config import training_recipe
 from tilemesh.compress.prepare import prepare as train_for
-from tilemesh.model.eight_bits import multiply_in_8_bits
+from tilemesh.model.eight_bits import multiply_in_8_bits, require_fp8
+from tilemesh.model.huggingface import stored_kinds
+from tilemesh.model.kinds import put_kinds
 from tilemesh.model.lora import attach
 from tilemesh.model.programs.prepare import Prepared, prepare
 from tilemesh.model.programs.program import TRAINING, Use
@@ -31,19 +34,32 @@ def gpu_use(*, compiled: bool) -> Use:
     return Use(trains=True, compiled=compiled, casts=True, aligns_vocabulary=True)
 
 
-def planned_programs(config: TrainConfig, device: torch.device) -> Prepared:
-    """What a run's whole model would be computed by. Of a model without memory: nothing is read or computed."""
-    kernels = config.kernels_on(device.type)
-    model = Transformer(config.model, device="meta", dtype=stored_dtype(config.plan.precision), kernels=kernels)
+def trained_model(
+    config: TrainConfig, device: torch.device, extend: Callable[[Transformer], None] = lambda model: None, *,
+    empty: bool,
+) -> Transformer:  # fmt: skip
+    """A run's whole model as it is trained; `extend` adds what is trained beside it. `empty`: without memory."""
+    dtype, kernels = stored_dtype(config.plan.precision), config.kernels_on(device.type)
+    where = torch.device("meta") if empty else device
+    model = Transformer(config.model, seed=config.train.seed, device=where, dtype=dtype, kernels=kernels)
+    if config.lora.base is not None and config.lora.rank:
+        put_kinds(model, stored_kinds(config.lora.base))
     if config.plan.precision == "fp8":
+        require_fp8(device)
         multiply_in_8_bits(model, config.plan.fp8_scales, device)
     if config.lora.rank:
         attach(model, config.lora, config.train.seed)
+    extend(model)
     recipe = training_recipe(config.compress.recipe)
     if recipe is not None:
         train_for(model, recipe)
+    return model
+
+
+def planned_programs(config: TrainConfig, device: torch.device) -> Prepared:
+    """What a run's whole model would be computed by: no weight is read or computed."""
     use = planned_use(training_use(config, device), config.plan, config.model.layers)
-    return prepare(model, use, device)
+    return prepare(trained_model(config, device, empty=True), use, device)
 
 
 def product_parameters(model: nn.Module) -> set[str]:

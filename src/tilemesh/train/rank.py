@@ -26,7 +26,7 @@ from tilemesh.comm.connection import connect
 from tilemesh.comm.runtime.choose import Choices
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.compress.config import aims, training_recipe
-from tilemesh.compress.prepare import between_steps, prepare
+from tilemesh.compress.prepare import between_steps
 from tilemesh.core.config import to_dict
 from tilemesh.core.context import JOB_VARIABLE, membership
 from tilemesh.core.errors import RunError, UsageError
@@ -41,10 +41,7 @@ from tilemesh.measure.machine import versions
 from tilemesh.measure.trace import Trace, merge
 from tilemesh.methods.compressed import Compression, compressed_gradients
 from tilemesh.methods.local import LocalPeriod, LocalUpdates
-from tilemesh.model.eight_bits import fp8_words, multiply_in_8_bits, require_fp8
-from tilemesh.model.huggingface import stored_kinds
-from tilemesh.model.kinds import put_kinds
-from tilemesh.model.lora import attach
+from tilemesh.model.eight_bits import fp8_words
 from tilemesh.model.programs.program import Use
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.agree import agree, tell
@@ -72,8 +69,8 @@ from tilemesh.train.loggers import Loggers
 from tilemesh.train.loop import Interrupt, Loop
 from tilemesh.train.memory import peak_bytes
 from tilemesh.train.offload import HostOptimizer
-from tilemesh.train.optimizer import Optimizer, stored_dtype, warning
-from tilemesh.train.plain import product_parameters, training_use
+from tilemesh.train.optimizer import Optimizer, warning
+from tilemesh.train.plain import product_parameters, trained_model, training_use
 from tilemesh.train.record import CONTROL, Recorder, observe_mesh
 from tilemesh.train.result import Result
 from tilemesh.train.resume import begin, load_stored
@@ -362,24 +359,10 @@ def lay_model(
     `late`: whether steps are not waited for; by default on one GPU alone, unless a loss scale has to be decided on.
     `extend` adds to the model what is trained beside it; `use_for` says what else it is prepared for.
     """
-    dtype = stored_dtype(config.plan.precision)
-    kernels = config.kernels_on(device.type)
     # Where no rank is to hold the whole, or a base has matrices of few bits, nobody makes dense weights of all layers:
     # each rank draws its own, one by one.
     is_drawn_late = config.plan.has_chunks or config.lora.base is not None or initialize is not None
-    where = torch.device("meta") if is_drawn_late else device
-    model = Transformer(config.model, seed=config.train.seed, device=where, dtype=dtype, kernels=kernels)
-    if config.lora.base is not None and config.lora.rank:
-        put_kinds(model, stored_kinds(config.lora.base))
-    if config.plan.precision == "fp8":
-        require_fp8(device)
-        multiply_in_8_bits(model, config.plan.fp8_scales, device)
-    if config.lora.rank:
-        attach(model, config.lora, config.train.seed)
-    extend(model)
-    recipe = training_recipe(config.compress.recipe)
-    if recipe is not None:
-        prepare(model, recipe)
+    model = trained_model(config, device, extend, empty=is_drawn_late)
     if late is None:
         is_alone = config.plan.world == 1 and not config.plan.has_chunks
         late = device.type == "cuda" and is_alone and config.plan.precision != "fp16"
