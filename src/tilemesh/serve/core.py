@@ -449,30 +449,17 @@ class EngineCore:
             masks.append(mask_V)
         return masks
 
-    def _drawing(self, entry: Scheduled) -> TokenDraw:
-        """Of an entry without drafts and constraint."""
+    def _drawing(self, entry: Scheduled, guessed: int = 0, mask_V: Tensor | None = None) -> TokenDraw:
+        """Of the token after an entry's last one, or after so many of its drafts."""
         request = entry.request
         answer = self._live[request.name]
-        job, done = answer.job, len(request.tokens) - request.prompt + answer.drawn
-        return TokenDraw(job.sampling, job.seed, answer.number, done, request.tokens, request.prompt)
+        tokens = [*request.tokens, *entry.drafts[:guessed]] if guessed else request.tokens
+        job, done = answer.job, len(tokens) - request.prompt + answer.drawn
+        return TokenDraw(job.sampling, job.seed, answer.number, done, tokens, request.prompt, mask_V)
 
     def _drawings(self, entry: Scheduled, allowed: Sequence[Tensor | None]) -> list[TokenDraw]:
-        if not entry.drafts and not allowed:
-            return [self._drawing(entry)]
-        answer, request = self._live[entry.request.name], entry.request
-        job, done = answer.job, len(request.tokens) - request.prompt + answer.drawn
-        return [
-            TokenDraw(
-                job.sampling,
-                job.seed,
-                answer.number,
-                done + guessed,
-                [*request.tokens, *entry.drafts[:guessed]] if guessed else request.tokens,
-                request.prompt,
-                allowed[guessed] if allowed else None,
-            )
-            for guessed in range(len(entry.drafts) + 1)
-        ]
+        masks = allowed or [None] * (len(entry.drafts) + 1)
+        return [self._drawing(entry, guessed, mask_V) for guessed, mask_V in enumerate(masks)]
 
     def _next_drawing(self, entry: Scheduled) -> TokenDraw | None:
         """What the token after an entry's drafts is drawn with; None where a constraint would let nothing follow."""

@@ -219,10 +219,9 @@ class Engine(PromptTaker):
                 )
             if self._core.lacks:
                 raise RunError(f"{self._core.lacks}: no requests are taken until update_weights gives others")
-            if self._unfinished + sampling.n > self.limits.waiting + self.limits.running:
+            if self._unfinished + sampling.n > self.limits.requests:
                 raise QueueFullError(
-                    f"{self._unfinished} requests are under way, of {self.limits.waiting + self.limits.running} at "
-                    "most: ask again later"
+                    f"{self._unfinished} requests are under way, of {self.limits.requests} at most: ask again later"
                 )
             number = 0 if self._adapters is None else self._adapters.number(sampling.adapter)
             self._unfinished += sampling.n
@@ -277,14 +276,14 @@ class Engine(PromptTaker):
             )
         if sampling.adapter not in (None, *self.adapters):
             raise unknown("adapter", str(sampling.adapter), sorted(self.adapters))
-        if sampling.n > self.limits.waiting + self.limits.running:
-            raise UsageError(f"n is {sampling.n}: expected at most {self.limits.waiting + self.limits.running}")
+        if sampling.n > self.limits.requests:
+            raise UsageError(f"n is {sampling.n}: expected at most {self.limits.requests}")
         self._constraints.get(sampling.regex, sampling.json_schema)
         return self._scheduler.check(len(prompt), sampling.max_tokens)
 
     def most_prompts(self, n: int) -> int:
         """Of n answers each, that can be under way at a time."""
-        return (self.limits.waiting + self.limits.running) // n
+        return self.limits.requests // n
 
     def wait_ready(self) -> None:
         """Until the ranks that compute have read their weights; without ranks at once."""

@@ -27,7 +27,7 @@ from tilemesh.launch.calls import Ranks
 from tilemesh.launch.rank import set_threads
 from tilemesh.serve.batch import TokenSpan, token_span
 from tilemesh.serve.request import ServeRequest
-from tilemesh.serve.runner import RequestLogits
+from tilemesh.serve.runner import RequestLogits, logits_by_request
 from tilemesh.serve.scheduler import ServeLimits, StepPlan
 from tilemesh.serve.wire import pack_step, pack_tensor, receive, send, unpack_tensor
 
@@ -99,14 +99,7 @@ class RankRunner:
         self, plan: StepPlan, wants_all: Callable[[ServeRequest], bool] = lambda request: False
     ) -> Mapping[str, RequestLogits]:
         spans = [token_span(entry, wants_all(entry.request)) for entry in plan.entries]
-        logits_NV = self._group.step(plan, spans)
-        computed, begin = {}, 0
-        for span in spans:
-            if span.wanted:
-                count = len(span.wanted)
-                computed[span.entry.request.name] = RequestLogits(span.wanted.start, logits_NV, begin, count)
-                begin += count
-        return computed
+        return logits_by_request(spans, self._group.step(plan, spans))
 
     def write_weights(self, tensors: Iterable[tuple[str, Tensor]], everywhere: bool = False) -> None:
         """As `Runner.write_weights`: each rank is sent every whole tensor and keeps its part. `everywhere`: the ranks

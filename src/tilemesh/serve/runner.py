@@ -60,6 +60,16 @@ class RequestLogits(NamedTuple):
         return self.step_NV[self.begin : self.begin + self.rows]
 
 
+def logits_by_request(spans: Iterable[TokenSpan], step_NV: Tensor) -> dict[str, RequestLogits]:
+    """Of those of these spans whose logits are wanted, which stand one after the other."""
+    by_name, begin = dict[str, RequestLogits](), 0
+    for span in spans:
+        if span.wanted:
+            by_name[span.entry.request.name] = RequestLogits(span.wanted.start, step_NV, begin, len(span.wanted))
+            begin += len(span.wanted)
+    return by_name
+
+
 def _memory_of(tensor: Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.stride(), tensor.dtype, tensor.device
 
@@ -214,21 +224,13 @@ class Runner:
         self.cache.copy_in(plan.swapped_in)
 
     @torch.inference_mode()
-    def compute(self, whole: Sequence[TokenSpan]) -> Mapping[str, RequestLogits]:
+    def compute(self, spans: Sequence[TokenSpan]) -> Mapping[str, RequestLogits]:
         """Keys and values of these tokens into their pages; the logits that are wanted, by the requests' names."""
-        computed: dict[str, RequestLogits] = {}
-        if not whole:
-            return computed
+        if not spans:
+            return {}
         padded = not self.cache.joins(self._like.dtype)
-        batch = make_batch(whole, self.limits.page_tokens, self.device, self._tile_sizes, padded)
-        logits_NV = self._pass(batch)
-        begin = 0
-        for piece in batch.pieces:
-            if piece.wanted:
-                name, count = piece.entry.request.name, len(piece.wanted)
-                computed[name] = RequestLogits(piece.wanted.start, logits_NV, begin, count)
-                begin += count
-        return computed
+        batch = make_batch(spans, self.limits.page_tokens, self.device, self._tile_sizes, padded)
+        return logits_by_request(batch.pieces, self._pass(batch))
 
     @property
     def decode_rows(self) -> Callable[[RowColumns], DrawnTokens] | None:

@@ -89,6 +89,11 @@ class ServeLimits:
                 "running request in a step"
             )
 
+    @property
+    def requests(self) -> int:
+        """The most that are there at a time."""
+        return self.waiting + self.running
+
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_tokens)
 
@@ -220,7 +225,7 @@ class Scheduler:
 
     def has_room(self) -> bool:
         """Whether another request may come. Those that will run at once count like those that wait."""
-        return len(self.waiting) + len(self.running) < self.limits.waiting + self.limits.running
+        return len(self.waiting) + len(self.running) < self.limits.requests
 
     def add(self, request: ServeRequest) -> None:
         self.check(request.prompt, request.max_tokens)
