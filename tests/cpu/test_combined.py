@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import runpy
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,11 @@ from tilemesh.model.transformer import Transformer
 from tilemesh.runs.folder import new_run
 from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.metrics import latest
-from tilemesh.train.combinations import BASE, FOLDER, pairs
 from tilemesh.train.load import load
 from tilemesh.train.rank import train_here
 
+SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "combinations.py"))
+BASE, FOLDER, pairs = SCRIPT["BASE"], SCRIPT["FOLDER"], SCRIPT["pairs"]
 SMALL = {
     **BASE, "model.layers": "4", "model.width": "16", "model.heads": "4", "model.kv_heads": "2", "model.context": "16",
     "train.steps": "2", "train.batch": "8", "train.trace_steps": "0", "evaluate.every": "2", "evaluate.sequences": "2",

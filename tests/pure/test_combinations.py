@@ -3,7 +3,10 @@ by some configuration, said in one line and ended by what it says to set."""
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,11 +14,15 @@ from tilemesh.core.config import split_sets
 from tilemesh.core.conflicts import OR, ConflictError, ConflictWords
 from tilemesh.core.errors import UsageError
 from tilemesh.core.step.book import asynchronous
-from tilemesh.train.combinations import BASE, FEATURES, FOLDER, Feature, joined, page, pairs, refusal, refusals
 from tilemesh.train.conflicts import CONFLICTS, may_replay
 from tilemesh.train.load import load
 
-PAGE = Path(__file__).parents[2] / "docs" / "parallel" / "combinations.md"
+ROOT = Path(__file__).parents[2]
+SCRIPT: Any = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts" / "combinations.py")))
+BASE, FEATURES, FOLDER, joined, pairs, refusal, refusals = (
+    SCRIPT.BASE, SCRIPT.FEATURES, SCRIPT.FOLDER, SCRIPT.joined, SCRIPT.pairs, SCRIPT.refusal, SCRIPT.refusals,
+)  # fmt: skip
+PAGE = ROOT / "docs" / "parallel" / "combinations.md"
 GRAPH = "train.graph=true,train.device=auto,"
 BEYOND_PAIRS = (
     "plan.zero=1", "plan.dp=2,plan.zero_group=2", "plan.dp=4,plan.zero=1,plan.zero_group=3",
@@ -53,11 +60,11 @@ ALIKE = {"pipedream": "pipedream-2bw", "ampnet": "pipemare"}
 
 
 def test_the_page_in_the_documents_is_the_generated_one() -> None:
-    assert PAGE.read_text() == page(), "run `python -m tilemesh.train.combinations > docs/parallel/combinations.md`"
+    assert PAGE.read_text() == SCRIPT.page(), "run `python scripts/combinations.py > docs/parallel/combinations.md`"
 
 
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.name)
-def test_a_feature_alone_is_taken(feature: Feature, tmp_path: Path) -> None:
+def test_a_feature_alone_is_taken(feature: Any, tmp_path: Path) -> None:
     assert refusal(dict(split_sets([feature.settings])), tmp_path) is None
 
 

@@ -2,7 +2,7 @@
 
 The one idea: a list of features with the settings that switch each on, over one base. A pair is asked for as a user
 would (`load`, then `preview`: nothing is trained), so what is refused, and why, is what the code says.
-`python -m tilemesh.train.combinations > docs/parallel/combinations.md` writes the page; a test compares.
+`python scripts/combinations.py > docs/parallel/combinations.md` writes the page; a test compares.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ _PAGE = """# Combinations
 Which features of a training run work together. Of {pairs} pairs {works} work and **{refused} are refused**, before
 anything is started: `tilemesh train … --dry-run` says the same of a whole configuration.
 
-This page is generated: `python -m tilemesh.train.combinations > docs/parallel/combinations.md`. Each pair is asked
-for with the settings of both features over the default preset on one process ({base}).
+This page is generated: `python scripts/combinations.py > docs/parallel/combinations.md`. Each pair is asked for
+with the settings of both features over the default preset on one process ({base}).
 
 ## Features
 
