@@ -6,12 +6,12 @@ import importlib
 
 import pytest
 import torch
+from kernel_bounds import norm_bound
 
 import tilemesh as tm
 from tilemesh.bench.kernel.adamw import BENCH
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.accuracy import excess, unit
-from tilemesh.kernels.adamw.norm import norm_bound
 
 pytest.importorskip("triton")
 

@@ -22,7 +22,7 @@ from tilemesh.kernels.context import Context, use
 from tilemesh.kernels.cross_entropy import kernel as loss_kernels
 from tilemesh.kernels.cross_entropy import reference as losses
 from tilemesh.kernels.launch.call import Place
-from tilemesh.kernels.launch.gpu import DESCRIBED
+from tilemesh.kernels.launch.gpu import described_gpu
 from tilemesh.kernels.launch.operator import looks_at_values
 from tilemesh.kernels.launch.program import Operand, compile_step
 from tilemesh.kernels.linear_cross_entropy import cost as chunks
@@ -94,7 +94,7 @@ def test_rows_of_any_length_move_16_bytes_at_a_time_on_an_h200(columns, function
     ],
 )
 def test_what_norms_of_any_rows_launch_and_how_wide_they_load_on_an_h200(rows, columns, forward, backward, monkeypatch):
-    monkeypatch.setattr(norm_kernels, "gpu_of", lambda index: DESCRIBED["h200"])
+    monkeypatch.setattr(norm_kernels, "gpu_of", lambda index: described_gpu("h200"))
     monkeypatch.setattr(norm_kernels, "device_index", lambda device: 0)
     place, vector = Place((rows, columns), (columns, 1), "bfloat16", True), Place((columns,), (1,), "bfloat16", True)
     own = Place((rows,), (1,), "float32", True)

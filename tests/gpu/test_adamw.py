@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_bounds import norm_bound
 
 import tilemesh as tm
 from tilemesh.kernels.accuracy import excess, unit
-from tilemesh.kernels.adamw.norm import norm_bound
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 

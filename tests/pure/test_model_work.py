@@ -97,10 +97,10 @@ def test_sequence_parallelism_sends_as_many_bytes_and_keeps_less(
 def test_what_is_held_is_what_is_split_repeated_or_whole(model: ModelConfig, tp: int) -> None:
     if why_not_tp(model, tp):
         return
-    shards = shard_parameters(model, tp)
-    copies = max(1, tp // model.kv_heads)
-    split = shards.layer - shards.layer_replicated - shards.layer_repeated
-    assert tp * split + tp // copies * shards.layer_repeated + shards.layer_replicated == count_parameters(model).layer
+    copies, weights = max(1, tp // model.kv_heads), layer_weights(model)
+    replicated, repeated = sum(each.replicated() for each in weights), sum(each.repeated(tp) for each in weights)
+    split = shard_parameters(model, tp).layer - replicated - repeated
+    assert tp * split + tp // copies * repeated + replicated == count_parameters(model).layer
     assert {weight.block for weight in layer_weights(model)} == {"attention", "mlp", ""}
 
 

@@ -18,7 +18,7 @@ from tilemesh.kernels.linear_cross_entropy.cost import CHUNK_BYTES
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.work.kept import kept_bytes, loss_kept_bytes, loss_tensors
 from tilemesh.model.work.task import STATE_BYTES, Code, Task
-from tilemesh.model.work.weights import count_parameters, shard_parameters
+from tilemesh.model.work.weights import count_parameters, layer_weights, shard_parameters
 from tilemesh.plan import memory
 from tilemesh.plan.cut import spread
 from tilemesh.plan.memory import Room
@@ -133,8 +133,8 @@ def test_shards_sum_to_the_whole(model: ModelConfig, tp: int, pp: int) -> None:
     parts = count_parameters(model)
     repeated = max(1, tp // model.kv_heads)  # kv heads fewer than ranks
     kv = 2 * model.kv_width * (model.width + (1 if model.biases else 0))
-    split = tp * (shards.layer - shards.layer_replicated) - (repeated - 1) * kv
-    assert split + shards.layer_replicated == parts.layer
+    replicated = sum(weight.replicated() for weight in layer_weights(model))
+    assert tp * (shards.layer - replicated) - (repeated - 1) * kv + replicated == parts.layer
     counts = [model.layers // pp + (stage < model.layers % pp) for stage in range(pp)]
     stages = [shards.stage(n, s == 0, s == pp - 1) for s, n in enumerate(counts)]
     again = shards.tied_head if pp > 1 else 0

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels import context
-from tilemesh.kernels.accuracy import accumulator, rounding_error, unit
 from tilemesh.kernels.adamw.op import register, traced_norm
-from tilemesh.kernels.adamw.table import NORM_BLOCK, NORM_WARPS, BlockTable, check_lists, is_aligned
+from tilemesh.kernels.adamw.table import NORM_BLOCK, BlockTable, check_lists, is_aligned
 from tilemesh.kernels.launch import call
 from tilemesh.kernels.launch.implementation import implementation_of
 from tilemesh.kernels.launch.tensors import is_plain, is_traced
@@ -40,9 +39,9 @@ def global_norm(tensors: Sequence[Tensor], *, implementation: str = "auto") -> T
     for members, dtype, aligned, table in tables:
         of_group = partial[begin : begin + table.blocks]
         begin += table.blocks
-        given = {"table": table.rows([[tensors[at] for at in members]]), "owners": table.owners, "partial": of_group}
-        given |= {"like": torch.empty(1, dtype=dtype, device=device)}
-        launch(kernel.squares_plan, given, written=("partial",), aligned=aligned)
+        rows, like = table.rows([[tensors[at] for at in members]]), torch.empty(1, dtype=dtype, device=device)
+        read = {"table": rows, "owners": table.owners, "partial": of_group, "like": like}
+        launch(kernel.squares_plan, read, written=("partial",), aligned=aligned)
     norm = torch.empty(1, dtype=kind, device=device)
     launch(kernel.norm_plan, {"partial": partial, "norm": norm}, written=("norm",))
     return norm[0]
@@ -59,22 +58,6 @@ def _norm_without_memory(tensors: Sequence[Tensor], implementation: str) -> Tens
 
 
 register("global_norm", _norm_of_a_graph, _norm_without_memory)
-
-
-def norm_bound(norm: Tensor, dtype: torch.dtype, elements: int) -> Tensor:
-    """How far `global_norm` of so many elements of this dtype may be from the exact norm.
-
-    A sum of squares, none of which is negative, is off by at most one unit for each addition that a term goes through:
-    those of its thread and of the tree over threads, in the dtype's accumulator, then the same over blocks in float64.
-    A root halves what its argument is off by.
-    """
-    u, blocks = unit(accumulator(dtype)), -(-elements // NORM_BLOCK)
-    threads = 32 * NORM_WARPS
-    additions = NORM_BLOCK // threads + threads.bit_length()
-    last = blocks // 4096 + 8 + 10
-    return norm.double() * ((1 + additions) * u + last * unit(torch.float64)) / 2 + rounding_error(
-        norm.double(), accumulator(dtype)
-    )
 
 
 def _norm_tables(tensors: Sequence[Tensor], block: int) -> list[tuple[list[int], torch.dtype, bool, BlockTable]]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilemesh.kernels.accuracy import TF32_UNIT, accumulator, rounding_error, sum_error, unit
-from tilemesh.kernels.activations.reference import activate, activation_error, slope
+from tilemesh.kernels.accuracy import TF32_UNIT, accumulator, rounding_error, sum_error
+from tilemesh.kernels.activations.reference import activate, activation_error
 
 
 def fused_matmul(a: Tensor, b: Tensor, c: Tensor | None, activation: str) -> Tensor:
@@ -42,29 +42,3 @@ def error_bound(
         error = error + 2 * rounding_error(total + added, a.dtype)
     bound = activation_error(total, error, activation, sums) + rounding_error(exact(a, b, c, activation), a.dtype)
     return 1.01 * bound  # products of two errors
-
-
-def gradient_error_bounds(
-    a: Tensor, b: Tensor, c: Tensor | None, activation: str, grad: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The same of correct gradients of A, B and C, for 2-d A and a gradient of D; everything kept is rounded once."""
-    sums, kept = accumulator(a.dtype), a.dtype
-    wide, steep = grad.double().abs(), slope(exact(a, b, c, "none"), activation).abs()
-    total = exact(a, b, c, "none").abs()
-    before = error_bound(a, b, c, "none", separate=True)
-    if activation == "relu":  # its slope jumps at zero
-        bend = (total <= before).double()
-    else:
-        bend = before * (
-            0.0 if activation == "none" else 2.0
-        )  # no activation's slope changes faster than squared_relu's
-    dz = wide * steep
-    dz_error = wide * (bend + (8 + 2 * total) * (1 + total) * unit(sums)) + rounding_error(dz, kept)
-    sizes = b.double().abs().mT, a.double().abs().mT
-    da = dz_error @ sizes[0] + sum_error(dz @ sizes[0], dz.shape[1] + 2, sums)
-    db = sizes[1] @ dz_error + sum_error(sizes[1] @ dz, dz.shape[0] + 2, sums)
-    da, db = (error + rounding_error(size, kept) for error, size in ((da, dz @ sizes[0]), (db, sizes[1] @ dz)))
-    if c is None:
-        return 1.01 * da, 1.01 * db, None
-    dc = dz_error + sum_error(dz, max(dz.shape) + 2, sums) + rounding_error(dz, kept)
-    return 1.01 * da, 1.01 * db, 1.01 * dc.sum_to_size(c.shape)

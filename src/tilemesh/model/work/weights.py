@@ -317,10 +317,6 @@ class Shards(NamedTuple):
     """Parameters on one of tp ranks, by part of the model."""
 
     layer: int
-    layer_replicated: int
-    """Of `layer`, those that every rank has."""
-    layer_repeated: int
-    """Of `layer`, those that some other ranks have too: key and value heads fewer than ranks."""
     embeddings: int
     """Token and position tables."""
     head: int
@@ -351,8 +347,6 @@ def shard_parameters(model: ModelConfig, tp: int, ep: int = 1, expert_tp: int = 
     mine = sum(weight.held(expert_tp or tp) for weight in layer if weight.is_routed) // ep
     return Shards(
         layer=sum(weight.held(tp) for weight in layer if not weight.is_routed) + mine,
-        layer_replicated=sum(weight.replicated() for weight in layer if not (weight.is_routed and ep > 1)),
-        layer_repeated=sum(weight.repeated(tp) for weight in layer),
         embeddings=sum(weight.held(tp) for weight in before),
         head=sum(weight.held(tp) for weight in after),
         tied_head=output_weight(model).held(tp) if model.tied else 0,
