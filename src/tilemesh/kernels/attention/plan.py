@@ -270,9 +270,9 @@ def _bounds(launch: Any, q: Tensor, starts: Tensor | None) -> dict[str, Tensor]:
     """Where each token's packed sequence begins and ends, by name; nothing where sequences are not packed."""
     if starts is None:
         return {}
-    made = {name: torch.empty(q.shape[2], dtype=torch.int32, device=q.device) for name in ("first", "last")}
-    launch(bounds_plan, {"starts": starts.contiguous(), **made}, written=("first", "last"))
-    return made
+    bounds = {name: torch.empty(q.shape[2], dtype=torch.int32, device=q.device) for name in ("first", "last")}
+    launch(bounds_plan, {"starts": starts.contiguous(), **bounds}, written=("first", "last"))
+    return bounds
 
 
 def _how(q: Tensor, causal: bool, window: int, scale: float) -> dict[str, Any]:
@@ -285,44 +285,44 @@ def _how(q: Tensor, causal: bool, window: int, scale: float) -> dict[str, Any]:
 
 
 def _launch(
-    launch: Any, plan: Plan, given: Mapping[str, Tensor], written: tuple[str, ...], how: dict[str, Any]
+    launch: Any, plan: Plan, tensors: Mapping[str, Tensor], written: tuple[str, ...], how: dict[str, Any]
 ) -> None:
     """A plan; where this Triton or this GPU cannot run its kernel, the portable one, at last in small blocks."""
     first = how["target"]
     for target in dict.fromkeys((first, Target(first.interpreted), Target(first.interpreted, small=True))):
         try:
-            launch(plan, given, written=written, **{**how, "target": target})
+            launch(plan, tensors, written=written, **{**how, "target": target})
             return
         except FitError:
             if target.small:
                 raise
 
 
-def attend(launch: Any, given: Mapping[str, Tensor], causal: bool, window: int, scale: float) -> None:
+def attend(launch: Any, tensors: Mapping[str, Tensor], causal: bool, window: int, scale: float) -> None:
     """Write `y` and `kept` from q, k and v, in whatever memory they are views of."""
-    _launch(launch, forward_plan, given, ("y", "kept"), _how(given["q"], causal, window, scale))
+    _launch(launch, forward_plan, tensors, ("y", "kept"), _how(tensors["q"], causal, window, scale))
 
 
 def attend_back(
-    launch: Any, given: Mapping[str, Tensor], made: Mapping[str, Tensor], causal: bool, window: int, scale: float,
-    bounds_of_keys: Mapping[str, Tensor] = MappingProxyType({}),
+    launch: Any, tensors: Mapping[str, Tensor], gradients: Mapping[str, Tensor], causal: bool, window: int,
+    scale: float, bounds_of_keys: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> None:  # fmt: skip
-    """Write dq, dk, dv and of sinks, where there are some, dsinks, which `made` holds, from q, k, v, y, its gradient
-    and what was kept.
+    """Write dq, dk, dv and of sinks, where there are some, dsinks, which `gradients` holds, from q, k, v, y, its
+    gradient and what was kept.
 
-    `bounds_of_keys`: `first` and `last` of the queries that see each key, where those of `given` are not theirs too.
+    `bounds_of_keys`: `first` and `last` of the queries that see each key, where those of `tensors` are not theirs too.
     """
-    sums = given["kept"]
+    sums = tensors["kept"]
     delta = torch.empty(sums.shape, dtype=sums.dtype, device=sums.device)
-    launch(products_plan, {"y": given["y"], "grad": given["grad"], "delta": delta}, written=("delta",))
-    read = {**{name: tensor for name, tensor in given.items() if name not in ("y", "sinks")}, "delta": delta}
-    if "sinks" in given:
-        of_sinks = {"kept": sums, "delta": delta, "sinks": given["sinks"], "dsinks": made["dsinks"]}
+    launch(products_plan, {"y": tensors["y"], "grad": tensors["grad"], "delta": delta}, written=("delta",))
+    read = {**{name: tensor for name, tensor in tensors.items() if name not in ("y", "sinks")}, "delta": delta}
+    if "sinks" in tensors:
+        of_sinks = {"kept": sums, "delta": delta, "sinks": tensors["sinks"], "dsinks": gradients["dsinks"]}
         launch(sinks_back_plan, of_sinks, written=("dsinks",))
-    how = _how(given["q"], causal, window, scale)
-    of_keys = {**read, **bounds_of_keys, "dk": made["dk"], "dv": made["dv"]}
+    how = _how(tensors["q"], causal, window, scale)
+    of_keys = {**read, **bounds_of_keys, "dk": gradients["dk"], "dv": gradients["dv"]}
     _launch(launch, keys_back_plan, of_keys, ("dk", "dv"), how)
-    _launch(launch, queries_back_plan, {**read, "dq": made["dq"]}, ("dq",), how)
+    _launch(launch, queries_back_plan, {**read, "dq": gradients["dq"]}, ("dq",), how)
 
 
 def forward(
@@ -330,8 +330,8 @@ def forward(
     window: int, scale: float, deterministic: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     y, kept = torch.empty(q.shape, dtype=q.dtype, device=q.device), log_sums(q)
-    given = {"q": q, "k": k, "v": v, "y": y, "kept": kept, **_sinks(sinks), **_bounds(launch, q, starts)}
-    attend(launch, given, causal, window, scale)
+    tensors = {"q": q, "k": k, "v": v, "y": y, "kept": kept, **_sinks(sinks), **_bounds(launch, q, starts)}
+    attend(launch, tensors, causal, window, scale)
     return y, kept
 
 
@@ -340,11 +340,11 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     (grad,), (y, sums) = gradients, kept
     q, k, v, starts, sinks, causal, window, scale, _ = arguments
-    tensors = {"q": q, "k": k, "v": v, **_sinks(sinks)}
-    made = {f"d{name}": torch.empty(x.shape, dtype=x.dtype, device=x.device) for name, x in tensors.items()}
-    given = {**tensors, "y": y, "grad": grad, "kept": sums, **_bounds(launch, q, starts)}
-    attend_back(launch, given, made, causal, window, scale)
-    return made["dq"], made["dk"], made["dv"], None, made.get("dsinks")
+    inputs = {"q": q, "k": k, "v": v, **_sinks(sinks)}
+    written = {f"d{name}": torch.empty(x.shape, dtype=x.dtype, device=x.device) for name, x in inputs.items()}
+    tensors = {**inputs, "y": y, "grad": grad, "kept": sums, **_bounds(launch, q, starts)}
+    attend_back(launch, tensors, written, causal, window, scale)
+    return written["dq"], written["dk"], written["dv"], None, written.get("dsinks")
 
 
 def _sinks(sinks: Tensor | None) -> dict[str, Tensor]:

@@ -39,23 +39,20 @@ class Gpu:
         return self.capability[0] * 10 + self.capability[1]
 
 
-DESCRIBED = {
-    "t4": Gpu("Tesla T4", (7, 5), 40, 65_536),
-    "a10": Gpu("NVIDIA A10", (8, 6), 72, 101_376),
-    "a100-80": Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 166_912),
-    "h100": Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 232_448),
-    "h200": Gpu("NVIDIA H200", (9, 0), 132, 232_448),
-    "b200": Gpu("NVIDIA B200", (10, 0), 148, 232_448),
-}
-"""GPUs that need not be here, by their names in `core.hardware`: figures of NVIDIA's documents."""
+_DRIVER_NAMES = {
+    "t4": "Tesla T4", "a10": "NVIDIA A10", "a100-80": "NVIDIA A100-SXM4-80GB", "h100": "NVIDIA H100 80GB HBM3",
+    "h200": "NVIDIA H200", "b200": "NVIDIA B200",
+}  # fmt: skip
+"""What drivers call the GPUs that `core.hardware` has."""
 
 
 def described_gpu(name: str) -> Gpu:
-    """By its name in the planner, as in h200."""
-    device = find_device(name).name
-    if device not in DESCRIBED:
-        raise unknown("GPU", name, DESCRIBED)
-    return DESCRIBED[device]
+    """One that need not be here, by its name in the planner, as in h200."""
+    device = find_device(name)
+    if device.name not in _DRIVER_NAMES:
+        raise unknown("GPU", name, _DRIVER_NAMES)
+    driver_name = _DRIVER_NAMES[device.name]
+    return Gpu(driver_name, device.capability, device.sm_count, device.shared_bytes_per_block)
 
 
 @functools.cache
