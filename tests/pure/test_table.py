@@ -105,6 +105,16 @@ def test_a_reason_stands_below_once_and_its_mark_in_every_place() -> None:
     assert "of limit" not in text
 
 
+def test_a_column_that_nothing_has_takes_no_table_of_its_own() -> None:
+    alone = [row(name=name, peers={}, missing={"peers": "nothing to compare with"}) for name in ("step", "long " * 4)]
+    texts = [render(alone, width).splitlines() for width in range(60, 100)]
+    assert any(line.startswith("speedup [1]") for lines in texts for line in lines)
+    for lines in texts:
+        headings = [line for line in lines if line.startswith("what")]
+        assert not any(line.split() == ["what", "speedup"] for line in headings)
+        assert lines[-1] == "[1] nothing to compare with"
+
+
 def test_a_row_that_was_not_measured_still_shows_the_rest() -> None:
     text = words(render([row(measured=None, missing={"measured": "needs a GPU"})]))
     assert "4 µs [1] 2.5 µs 10 µs" in text

@@ -149,7 +149,11 @@ def _print(rows: Sequence[Row], console: Console, width: int, figure: str) -> No
     for index, some in enumerate(_that_fit(lead, columns, between, width)):
         if index:
             console.print()
-        console.print(_table(rows, [*lead, *some], between))
+        missing = {cell.plain for cell, _ in some[0].cells}
+        if index and len(some) == 1 and len(missing) == 1 and "[" in min(missing):  # one reason: no table of it
+            console.print(some[0].text((Text(some[0].header[0]), some[0].cells[0][0]), " "))
+        else:
+            console.print(_table(rows, [*lead, *some], between))
     for number, reason in enumerate(notes.reasons, start=1):
         console.print(Text(f"[{number}] {reason}", style=QUIET))
 
