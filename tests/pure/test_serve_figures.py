@@ -7,6 +7,7 @@ import pytest
 from tilemesh.core.errors import UsageError
 from tilemesh.serve.figures import ServeGoal, load_figures, quantile
 from tilemesh.serve.history import RequestRecord
+from tilemesh.serve.request import FinishReason
 
 MS = 1_000_000
 
@@ -32,6 +33,9 @@ def test_figures_of_two_requests() -> None:
 
 def test_what_was_never_answered_breaks_the_promise() -> None:
     assert load_figures([record(0, 10), record(0)]).goodput == 0.5
+    failed = record(0, 10, 11)
+    failed.finish = FinishReason.ERROR  # after its second token
+    assert load_figures([record(0, 10), failed]).goodput == 0.5
     with pytest.raises(UsageError, match="no request was answered"):
         load_figures([record(0)])
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 
 from tilemesh.core.errors import UsageError
 from tilemesh.serve.history import RequestRecord
+from tilemesh.serve.request import FinishReason
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class ServeGoal:
 
     def is_met(self, record: RequestRecord) -> bool:
         first = record.first_token_s
-        if first is None or first > self.first_token_s:
+        if first is None or first > self.first_token_s or record.finish is FinishReason.ERROR:
             return False
         gaps = len(record.token_ns) - 1
         return gaps < 1 or (record.token_ns[-1] - record.token_ns[0]) * 1e-9 / gaps <= self.between_tokens_s
