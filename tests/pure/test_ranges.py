@@ -26,6 +26,8 @@ from tilemesh.plan.step import predict
 from tilemesh.train.load import load as load_config
 from tilemesh.train.predict import predict_run
 from tilemesh.train.preview import preview
+from tilemesh.train.rows import least_bytes
+from tilemesh.train.rules import kept_share
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 CORE = Rates({"fp32": 48e9}, copy_bytes_per_s=6.3e9, operation_s=5e-6)
@@ -106,6 +108,23 @@ def test_a_run_is_told_a_range_and_its_rows_have_it(monkeypatch: pytest.MonkeyPa
     assert Row.from_json(step.to_json()) == step
     assert f"{json.loads(step.to_json())['predicted_range']}" == str(list(ranges["twice"]))
     assert " to " in dict(seen.lines())["time"]
+
+
+@pytest.mark.parametrize(
+    ("sets", "copies"), [("", 2), ("optimizer.name=lion", 1), ("optimizer.name=sgd", 1),
+                         ("optimizer.name=sgd,optimizer.momentum=0", 0)],
+)  # fmt: skip
+def test_memory_is_predicted_with_what_the_optimizer_keeps(
+    sets: str, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "find", lambda identity: HERE)
+    made = load_config("tiny", mesh="dp=1", sets=["train.device=cpu", *filter(None, [sets])])
+    memory = predict_run(made, ())["memory"]
+    assert memory["optimizer_bytes"] == copies * memory["weights_bytes"]
+    parts = {name: size for name, size in memory.items() if name not in ("total_bytes", "usable_bytes", "later_bytes")}
+    assert memory["total_bytes"] == sum(parts.values()) - memory["later_bytes"]
+    share = kept_share(made.optimizer, "fp32")
+    assert least_bytes(made.model, made.plan, kept_share=share) == (2 + copies) * memory["weights_bytes"]
 
 
 def test_a_run_of_local_updates_is_predicted_by_its_averages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from tilemesh.model.work.weights import count_parameters
 from tilemesh.plan.memory import RankMemory, Room
 from tilemesh.plan.nearest import changes, nearest_layouts, smaller_microbatches, without_offload
 from tilemesh.train.config import TrainConfig
-from tilemesh.train.rules import kinds_of
+from tilemesh.train.rules import kept_share
 
 FAR = 1.5
 """Times what there is: a predicted peak beyond that is refused. Measured peaks were within some percent of predicted
@@ -133,14 +133,8 @@ class MemoryFit:
         return states, stage.total_bytes - stage.reserved_bytes - stage.optimizer_bytes + optimizer
 
     def _kept_by_optimizer(self) -> float:
-        """Of the two moments that memory is predicted with, what this optimizer keeps; a master copy it keeps too."""
-        precision = self.config.plan.precision
-        if self.config.train.method == "server":  # servers keep it
-            return 0.0
-        kinds = len(kinds_of(self.config.optimizer, "layers.0.weight", (1, 1)))
-        optimizer = STATE_BYTES[precision][2]
-        moment = 8 if precision == "fp64" else 4
-        return (optimizer - (2 - kinds) * moment) / optimizer
+        is_kept = self.config.train.method != "server"  # servers keep it
+        return is_kept * kept_share(self.config.optimizer, self.config.plan.precision)
 
     def _nearest_words(self) -> str:
         plan = self.config.plan

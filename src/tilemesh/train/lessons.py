@@ -112,17 +112,12 @@ class Lessons:
         except UsageError:  # shards from elsewhere, of which nobody knows the tokenizer
             prompt = []
         prompt = prompt or [int(self.corpus.train.sample(0, 1)[0])]  # begin as a document does
+        asked = config.sample
         tokens = sample(
-            lambda x, cache: loop.laid.logits(x, cache=cache),
-            prompt,
-            config.sample.tokens,
-            context=config.model.context,
-            temperature=config.sample.temperature,
-            top_k=config.sample.top_k,
-            top_p=config.sample.top_p,
-            seed=config.train.seed,
+            lambda x, cache: loop.laid.logits(x, cache=cache), prompt, asked.tokens, context=config.model.context,
+            temperature=asked.temperature, top_k=asked.top_k, top_p=asked.top_p, seed=config.train.seed,
             device=loop.device,
-        )
+        )  # fmt: skip
         return tokenizer.decode([*prompt, *tokens])
 
     def figures(self) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from tilemesh.plan.space import Pins
 from tilemesh.plan.step import Estimator
 from tilemesh.train.config import TrainConfig
 from tilemesh.train.conflicts import OF_CONFIG, may_replay
+from tilemesh.train.rules import kept_share
 
 _CLOCKS = 40
 _NAPS = 5
@@ -55,7 +56,9 @@ def predict_run(config: TrainConfig, gpus: Sequence[str]) -> dict[str, Any]:
         prediction, *others = own.predict(plan), *(estimator(config, *each).predict(plan) for each in known[1:])
     except UsageError as error:
         return {"missing": f"the planner: {error}", **stamp()}
-    cluster = known[0][0]
+    cluster, memory = known[0][0], prediction.memory
+    own_bytes = round(memory.optimizer_bytes * kept_share(config.optimizer, plan.precision))
+    prediction = dataclasses.replace(prediction, memory=dataclasses.replace(memory, optimizer_bytes=own_bytes))
     figures = {
         **stamp(),
         **prediction_figures(prediction),

@@ -28,7 +28,7 @@ from tilemesh.train.check import TRAINING, JobRequest, RankProgram, check_job
 from tilemesh.train.config import TrainConfig
 from tilemesh.train.load import settled
 from tilemesh.train.rows import least_bytes
-from tilemesh.train.rules import kinds_of
+from tilemesh.train.rules import kept_share, kinds_of
 
 _NOT_RUN = "a dry run measures nothing"
 
@@ -133,7 +133,8 @@ class Preview:
         if "missing" in self.predicted:
             adapters = adapter_parameters(self.config.model, self.config.lora) if self.config.lora.rank else 0
             share = stored_share(self.config) if adapters else 1.0
-            states = format_bytes(least_bytes(self.config.model, self.config.plan, adapters, share))
+            kept = kept_share(self.config.optimizer, self.config.plan.precision)
+            states = format_bytes(least_bytes(self.config.model, self.config.plan, adapters, share, kept))
             why = f"not predicted: {self.predicted['missing']}"
             known = f"{states} per rank for weights, gradients and optimizer states; activations {why}"
             return [("memory", known), ("time", why)]

@@ -74,17 +74,10 @@ def rows(summary: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
     between_s = ranges.get("step_time_s")
     guess_s = predicted.get("step_time_s")
     guess_rate, rate = guess_s and tokens / guess_s, step and step.rate(tokens)
+    limit, between = limit_s and tokens / limit_s, between_s and [tokens / between_s[1], tokens / between_s[0]]
     run_rows = [
         row("step time", "s", guess_s, step, limit_s, None, between_s),
-        row(
-            "throughput",
-            "tokens/s",
-            guess_rate,
-            rate,
-            limit_s and tokens / limit_s,
-            None,
-            between_s and [tokens / between_s[1], tokens / between_s[0]],
-        ),
+        row("throughput", "tokens/s", guess_rate, rate, limit, None, between),
     ]
     # Of the same peak as what was measured: the planner's own fraction is of the peak of the cores that it counts,
     # which on a CPU with fewer ranks than cores is another one.
@@ -165,7 +158,8 @@ def _least(summary: Mapping[str, Any]) -> str:
     if summary.get("lora"):
         return "frozen weights need neither gradients nor optimizer states; activations have no lower bound"
     plan = ParallelPlan(**{**summary["plan"], "chunk_layers": ()})
-    kept = format_bytes(least_bytes(ModelConfig(**summary["model"]), plan))
+    model, kept_share = ModelConfig(**summary["model"]), float(summary.get("kept_share", 1.0))
+    kept = format_bytes(least_bytes(model, plan, kept_share=kept_share))
     return f"weights, gradients and optimizer states alone take {kept} per rank; activations have no lower bound"
 
 
@@ -235,18 +229,20 @@ def _known_gpu(summary: Mapping[str, Any]) -> Device | None:
         return None
 
 
-def least_bytes(model: ModelConfig, plan: ParallelPlan, adapters: int = 0, share: float = 1.0) -> int:
+def least_bytes(
+    model: ModelConfig, plan: ParallelPlan, adapters: int = 0, share: float = 1.0, kept_share: float = 1.0
+) -> int:
     """What a rank must keep whatever it does: its weights, their gradients, the optimiser's state.
 
     With a pipeline those of the first stage. `adapters`: numbers of them, which alone are trained where there are some,
-    over weights that take this `share` of the bytes of dense ones.
+    over weights that take this `share` of the bytes of dense ones; `kept_share`: of AdamW's state, the optimiser's.
     """
     layers = plan.chunk_layers[0] if plan.chunk_layers else -(-model.layers // plan.pp)
     parameters = shard_parameters(model, plan.tp, plan.ep, plan.expert_tp).held(
         layers, True, plan.pp == 1, *model.dense_of((layers,))
     )
-    states = rank_state_bytes(plan, parameters)
-    if not adapters:
-        return sum(states)
-    own = -(-adapters // (plan.tp * plan.pp))
-    return round(share * states[0]) + sum(state_bytes(own, plan.precision, plan.zero, plan.zero_ranks))
+    weights, *others = rank_state_bytes(plan, parameters)
+    if adapters:
+        own = state_bytes(-(-adapters // (plan.tp * plan.pp)), plan.precision, plan.zero, plan.zero_ranks)
+        weights, others = round(share * weights) + own[0], [*own[1:]]
+    return weights + others[0] + round(kept_share * others[1])

@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 
 from tilemesh.core.errors import UsageError
 from tilemesh.core.ranges import Range
+from tilemesh.model.work.task import STATE_BYTES
 from tilemesh.train.config import OptimizerConfig
 
 KINDS: Mapping[str, tuple[str, ...]] = {
@@ -42,6 +43,12 @@ def kinds_of(config: OptimizerConfig, name: str, shape: Sequence[int]) -> tuple[
     """What is remembered of a parameter; plain SGD remembers nothing."""
     rule = rule_of(config, name, shape)
     return () if rule == "sgd" and not config.momentum else KINDS[rule]
+
+
+def kept_share(config: OptimizerConfig, precision: str) -> float:
+    """Of the two moments that memory is predicted with, and a master copy beside them, what this optimizer keeps."""
+    kinds, kept = len(kinds_of(config, "layers.0.weight", (1, 1))), STATE_BYTES[precision][2]
+    return (kept - (2 - kinds) * (8 if precision == "fp64" else 4)) / kept
 
 
 def decays(shape: Sequence[int]) -> bool:

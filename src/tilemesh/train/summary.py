@@ -17,6 +17,7 @@ from tilemesh.measure.sample import Sample
 from tilemesh.model.work.weights import count_parameters
 from tilemesh.train.memory import peak_bytes, storage_bytes
 from tilemesh.train.record import CONTROL
+from tilemesh.train.rules import kept_share
 
 if TYPE_CHECKING:
     from tilemesh.train.loop import Loop
@@ -74,6 +75,7 @@ def gather(loop: Loop, baseline: int, began: float, *, limit_s: float | None = N
         "loss": loop.progress.loss,
         "held_out": loop.progress.held_out,
         "lora": to_dict(config.lora) if config.lora.rank else None,
+        "kept_share": kept_share(config.optimizer, config.plan.precision),
         "force_balance": config.train.force_balance,
         "bits_per_byte": _bits_per_byte(loop),
         "best": None
