@@ -6,6 +6,7 @@ all of them. A row keeps its problem in the same words, from which its cost is f
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,8 +16,6 @@ from tilemesh.core.cost import SHORT_DTYPES, Cost
 from tilemesh.core.errors import UsageError, unknown
 
 ProblemT = TypeVar("ProblemT")
-CountRows = Callable[[int, int, str], Cost]
-"""From rows, columns and a dtype to what a pass over them costs."""
 
 _SIZE = re.compile(r"[0-9]{1,12}")  # no other digits (², ٣), and none that Python takes seconds to read
 
@@ -33,6 +32,7 @@ class Setting:
     named: bool = True
 
 
+ANY_DTYPE = Setting(tuple(SHORT_DTYPES), "bfloat16")
 PASSES = Setting(("forward", "both"), "forward", named=False)
 """What is timed: the forward pass, or forward and backward together."""
 
@@ -99,13 +99,29 @@ class ProblemForm(Generic[ProblemT]):
         return self.cost(self.problem(str(case["shape"]), given))
 
 
-def rows_form(suite: tuple[str, ...], forward: CountRows, backward: CountRows) -> ProblemForm[SizedProblem]:
-    """Of an operator over (rows, columns) in one dtype, timed forward or both ways; what each pass costs is counted."""
+def sized_form(
+    sizes: str, suite: tuple[str, ...], count: Callable[..., Cost], backward: Callable[..., Cost] | None = None, *,
+    dtype: Setting = ANY_DTYPE, **settings: Setting,
+) -> ProblemForm[SizedProblem]:  # fmt: skip
+    """Of an operator whose problems are their sizes and settings.
+
+    count: what one costs, from its sizes, its dtype and, by name, those of its settings that it takes. backward: the
+    same of a backward pass, where `count` is of the forward pass alone.
+    """
+    taken = inspect.signature(count).parameters.keys() & settings
 
     def cost(problem: SizedProblem) -> Cost:
-        rows, columns = problem.sizes
-        first = forward(rows, columns, problem.dtype)
-        return first + backward(rows, columns, problem.dtype) if problem.options["passes"] == "both" else first
+        options = {name: value for name, value in problem.options.items() if name in taken}
+        once = count(*problem.sizes, problem.dtype, **options)
+        if backward is None or problem.options["passes"] != "both":
+            return once
+        return once + backward(*problem.sizes, problem.dtype)
 
-    settings = {"dtype": Setting(tuple(SHORT_DTYPES), "bfloat16"), "passes": PASSES}
-    return ProblemForm("ROWSxCOLUMNS", suite, settings, SizedProblem.of, cost)
+    return ProblemForm(sizes, suite, {"dtype": dtype, **settings}, SizedProblem.of, cost)
+
+
+def rows_form(
+    suite: tuple[str, ...], forward: Callable[..., Cost], backward: Callable[..., Cost]
+) -> ProblemForm[SizedProblem]:
+    """Of an operator over (rows, columns) in one dtype, timed forward or both ways."""
+    return sized_form("ROWSxCOLUMNS", suite, forward, backward, passes=PASSES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tilemesh.core.cost import SHORT_DTYPES, Cost, short_dtype
-from tilemesh.kernels.problems import ProblemForm, Setting, SizedProblem
+from tilemesh.kernels.problems import Setting, sized_form
 
 
 def cost(tensors: int, elements: int, dtype: str = "float32") -> Cost:
@@ -18,10 +18,6 @@ def cost(tensors: int, elements: int, dtype: str = "float32") -> Cost:
     return Cost(12 * count, read * count, written * count, launches=1, dtype="fp64" if size == 8 else "fp32")
 
 
-FORM = ProblemForm(
-    sizes="TENSORSxELEMENTS",
-    suite=("148x838656", "200x5500000", "16x65536"),
-    settings={"dtype": Setting(tuple(SHORT_DTYPES), "float32")},
-    make=SizedProblem.of,
-    cost=lambda problem: cost(problem.sizes[0], problem.sizes[1], problem.dtype),
+FORM = sized_form(
+    "TENSORSxELEMENTS", ("148x838656", "200x5500000", "16x65536"), cost, dtype=Setting(tuple(SHORT_DTYPES), "float32")
 )

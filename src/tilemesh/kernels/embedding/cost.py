@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tilemesh.core.cost import SHORT_DTYPES, Cost, short_dtype
-from tilemesh.kernels.problems import PASSES, ProblemForm, Setting, SizedProblem
+from tilemesh.core.cost import Cost, short_dtype
+from tilemesh.kernels.problems import PASSES, sized_form
 
 CONTEXT = 1024
 """Tokens of a sequence in a problem, where that divides its tokens: as many rows has the table of positions."""
@@ -23,15 +23,5 @@ def context_of(tokens: int) -> int:
     return CONTEXT if tokens % CONTEXT == 0 else tokens
 
 
-def _of_problem(problem: SizedProblem) -> Cost:
-    tokens, width, vocabulary = problem.sizes
-    return cost(tokens, width, vocabulary, problem.dtype, passes=problem.options["passes"])
-
-
-FORM = ProblemForm(
-    sizes="TOKENSxWIDTHxVOCABULARY",
-    suite=("32768x768x50304", "16384x2048x32000", "8192x4096x128256"),
-    settings={"dtype": Setting(tuple(SHORT_DTYPES), "bfloat16"), "passes": PASSES},
-    make=SizedProblem.of,
-    cost=_of_problem,
-)
+_SUITE = ("32768x768x50304", "16384x2048x32000", "8192x4096x128256")
+FORM = sized_form("TOKENSxWIDTHxVOCABULARY", _SUITE, cost, passes=PASSES)

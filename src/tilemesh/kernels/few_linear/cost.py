@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tilemesh.core.cost import SHORT_DTYPES, Cost, short_dtype
-from tilemesh.kernels.problems import ProblemForm, Setting, SizedProblem
+from tilemesh.core.cost import Cost, short_dtype
+from tilemesh.kernels.problems import Setting, sized_form
 
 GATES = ("none", "silu")
 MOST_ROWS = 64
@@ -46,28 +46,6 @@ def norm_cost(parts: int, rows: int, columns: int, dtype: str = "bfloat16") -> C
     )
 
 
-def of_problem(problem: SizedProblem) -> Cost:
-    rows, outputs, inputs = problem.sizes
-    return cost(rows, outputs, inputs, problem.dtype, problem.options["gate"])
-
-
-def of_norm(problem: SizedProblem) -> Cost:
-    parts, rows, columns = problem.sizes
-    return norm_cost(parts, rows, columns, problem.dtype)
-
-
-_DTYPE = Setting(tuple(SHORT_DTYPES), "bfloat16")
-FORM = ProblemForm(
-    sizes="ROWSxOUTPUTSxINPUTS",
-    suite=("8x2560x2048", "64x2560x2048", "64x2048x5632", "16x6144x4096", "64x4096x14336"),
-    settings={"dtype": _DTYPE, "gate": Setting(GATES, "none", named=False)},
-    make=SizedProblem.of,
-    cost=of_problem,
-)
-PARTS_RMS_NORM_FORM = ProblemForm(
-    sizes="PARTSxROWSxCOLUMNS",
-    suite=("4x8x2048", "4x64x2048", "2x64x4096"),
-    settings={"dtype": _DTYPE},
-    make=SizedProblem.of,
-    cost=of_norm,
-)
+_SUITE = ("8x2560x2048", "64x2560x2048", "64x2048x5632", "16x6144x4096", "64x4096x14336")
+FORM = sized_form("ROWSxOUTPUTSxINPUTS", _SUITE, cost, gate=Setting(GATES, "none", named=False))
+PARTS_RMS_NORM_FORM = sized_form("PARTSxROWSxCOLUMNS", ("4x8x2048", "4x64x2048", "2x64x4096"), norm_cost)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tilemesh.core.cost import SHORT_DTYPES, Cost, short_dtype
-from tilemesh.kernels.problems import PASSES, ProblemForm, Setting, SizedProblem
+from tilemesh.core.cost import Cost, short_dtype
+from tilemesh.kernels.problems import PASSES, Setting, rows_form, sized_form
 
 
 def cost(rows: int, columns: int, dtype: str = "bfloat16") -> Cost:
@@ -22,22 +22,7 @@ def _cost(rows: int, columns: int, dtype: str, *, read: int, written: int) -> Co
     return Cost(6 * elements, size * read * elements, size * written * elements, launches=1, dtype=short)
 
 
-def of_problem(problem: SizedProblem) -> Cost:
-    """Of a benchmark's problem."""
-    rows, columns = problem.sizes
-    forward = cost(rows, columns, problem.dtype)
-    return forward + backward_cost(rows, columns, problem.dtype) if problem.options["passes"] == "both" else forward
-
-
-def _form(**settings: Setting) -> ProblemForm[SizedProblem]:
-    return ProblemForm(
-        sizes="ROWSxCOLUMNS",
-        suite=("16384x5632", "16384x14336", "16384x1024", "32x64"),
-        settings={"dtype": Setting(tuple(SHORT_DTYPES), "bfloat16"), "passes": PASSES, **settings},
-        make=SizedProblem.of,
-        cost=of_problem,
-    )
-
-
-SWIGLU_FORM = _form()
-GEGLU_FORM = _form(approximate=Setting(("tanh", "none"), "tanh", named=False))
+_SUITE = ("16384x5632", "16384x14336", "16384x1024", "32x64")
+_APPROXIMATE = Setting(("tanh", "none"), "tanh", named=False)
+SWIGLU_FORM = rows_form(_SUITE, cost, backward_cost)
+GEGLU_FORM = sized_form("ROWSxCOLUMNS", _SUITE, cost, backward_cost, passes=PASSES, approximate=_APPROXIMATE)

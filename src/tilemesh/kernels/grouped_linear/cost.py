@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tilemesh.core.cost import Cost, short_dtype
-from tilemesh.kernels.problems import PASSES, ProblemForm, Setting, SizedProblem
+from tilemesh.kernels.problems import PASSES, Setting, sized_form
 
 HALVES = ("bfloat16", "float16")
 LOADS = ("even", "skewed")
@@ -42,17 +42,17 @@ def cost(
     return forward + of_rows + of_weights
 
 
-def _of_problem(problem: SizedProblem) -> Cost:
-    rows, outputs, inputs, groups = problem.sizes
-    used = sum(count > 0 for count in loads_of(rows, groups, problem.options["load"]))
-    return cost(rows, outputs, inputs, groups, problem.dtype, used=used, passes=problem.options["passes"])
+def _of_load(rows: int, outputs: int, inputs: int, groups: int, dtype: str, *, load: str, passes: str) -> Cost:
+    used = sum(count > 0 for count in loads_of(rows, groups, load))
+    return cost(rows, outputs, inputs, groups, dtype, used=used, passes=passes)
 
 
-FORM = ProblemForm(
-    sizes="ROWSxOUTPUTSxINPUTSxGROUPS",
-    suite=("16384x14336x4096x8", "65536x768x2048x128", "65536x1024x2048x64", "32768x2048x768x16"),
-    settings={"dtype": Setting(HALVES, "bfloat16"), "load": Setting(LOADS, "even"), "passes": PASSES},
-    make=SizedProblem.of,
-    cost=_of_problem,
+FORM = sized_form(
+    "ROWSxOUTPUTSxINPUTSxGROUPS",
+    ("16384x14336x4096x8", "65536x768x2048x128", "65536x1024x2048x64", "32768x2048x768x16"),
+    _of_load,
+    dtype=Setting(HALVES, "bfloat16"),
+    load=Setting(LOADS, "even"),
+    passes=PASSES,
 )
 """Mixtral-like, 128 experts of 2048 x 768, 64 of 2048 x 1024, 16 of 768 x 2048."""

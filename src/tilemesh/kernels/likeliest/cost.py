@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tilemesh.core.cost import SHORT_DTYPES, Cost, short_dtype
-from tilemesh.kernels.problems import ProblemForm, Setting, SizedProblem
+from tilemesh.core.cost import Cost, short_dtype
+from tilemesh.kernels.problems import sized_form
 
 
 def cost(rows: int, columns: int, dtype: str = "bfloat16") -> Cost:
@@ -12,10 +12,4 @@ def cost(rows: int, columns: int, dtype: str = "bfloat16") -> Cost:
     return Cost(rows * columns, size * rows * columns, 8 * rows, launches=2, dtype=short)
 
 
-FORM = ProblemForm(
-    sizes="ROWSxCOLUMNS",
-    suite=("1x128256", "16x128256", "64x128256", "64x32000", "256x50304"),
-    settings={"dtype": Setting(tuple(SHORT_DTYPES), "bfloat16")},
-    make=SizedProblem.of,
-    cost=lambda problem: cost(problem.sizes[0], problem.sizes[1], problem.dtype),
-)
+FORM = sized_form("ROWSxCOLUMNS", ("1x128256", "16x128256", "64x128256", "64x32000", "256x50304"), cost)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tilemesh.core.cost import SHORT_DTYPES, Cost, short_dtype
-from tilemesh.kernels.problems import ProblemForm, Setting, SizedProblem
+from tilemesh.core.cost import Cost, short_dtype
+from tilemesh.kernels.problems import Setting, sized_form
 
 CHUNK_BYTES = 512 * 2**20
 """Of logits that exist at a time: large enough for products at full speed (measured on an H200)."""
@@ -26,15 +26,5 @@ def cost(rows: int, width: int, classes: int, dtype: str = "bfloat16", *, passes
     return Cost(2 * products * rows * classes * width, held, written, launches=products + 1, dtype=short)
 
 
-def _of_problem(problem: SizedProblem) -> Cost:
-    rows, width, classes = problem.sizes
-    return cost(rows, width, classes, problem.dtype, passes=problem.options["passes"])
-
-
-FORM = ProblemForm(
-    sizes="ROWSxWIDTHxCLASSES",
-    suite=("8192x768x50304", "8192x4096x128256"),
-    settings={"dtype": Setting(tuple(SHORT_DTYPES), "bfloat16"), "passes": Setting(("forward", "both"), "both")},
-    make=SizedProblem.of,
-    cost=_of_problem,
-)
+_SUITE = ("8192x768x50304", "8192x4096x128256")
+FORM = sized_form("ROWSxWIDTHxCLASSES", _SUITE, cost, passes=Setting(("forward", "both"), "both"))

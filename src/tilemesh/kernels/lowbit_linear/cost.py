@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tilemesh.core.cost import SHORT_DTYPES, Cost, short_dtype
-from tilemesh.kernels.problems import ProblemForm, Setting, SizedProblem
+from tilemesh.core.cost import Cost, short_dtype
+from tilemesh.kernels.problems import Setting, sized_form
 
 CODE_BITS = {"int4": 4, "int8": 8}
 GROUP = 128
@@ -24,21 +24,12 @@ def cost(rows: int, outputs: int, inputs: int, dtype: str = "bfloat16", code: st
     )
 
 
-def of_problem(problem: SizedProblem) -> Cost:
-    rows, outputs, inputs = problem.sizes
-    return cost(rows, outputs, inputs, problem.dtype, problem.options["code"])
-
-
-FORM = ProblemForm(
-    sizes="MxNxK",
-    suite=(
-        "1x8192x8192", "16x8192x8192", "64x8192x8192", "256x8192x8192", "1024x8192x8192", "8192x8192x8192",
-        "1x14336x4096", "1x4096x14336",
-    ),
-    settings={"dtype": Setting(tuple(SHORT_DTYPES), "bfloat16"), "code": Setting(tuple(CODE_BITS), "int4")},
-    make=SizedProblem.of,
-    cost=of_problem,
+_CODE = Setting(tuple(CODE_BITS), "int4")
+_SUITE = (
+    "1x8192x8192", "16x8192x8192", "64x8192x8192", "256x8192x8192", "1024x8192x8192", "8192x8192x8192",
+    "1x14336x4096", "1x4096x14336",
 )  # fmt: skip
+FORM = sized_form("MxNxK", _SUITE, cost, code=_CODE)
 
 
 def grouped_cost(
@@ -50,26 +41,16 @@ def grouped_cost(
     return replace(one, bytes_read=one.bytes_read + (groups - 1) * codes)
 
 
-def _of_groups(problem: SizedProblem) -> Cost:
-    rows, outputs, inputs, groups = problem.sizes
-    return grouped_cost(rows, outputs, inputs, groups, problem.dtype, problem.options["code"])
+_GROUPED_SUITE = ("128x14336x4096x8", "128x4096x14336x8", "512x768x2048x128")
+GROUPED_LOWBIT_LINEAR_FORM = sized_form("ROWSxOUTPUTSxINPUTSxGROUPS", _GROUPED_SUITE, grouped_cost, code=_CODE)
 
 
-GROUPED_LOWBIT_LINEAR_FORM = replace(
-    FORM, sizes="ROWSxOUTPUTSxINPUTSxGROUPS", suite=("128x14336x4096x8", "128x4096x14336x8", "512x768x2048x128"),
-    cost=_of_groups,
-)  # fmt: skip
-
-
-def of_normed(problem: SizedProblem) -> Cost:
+def norm_cost(outputs: int, inputs: int, dtype: str = "bfloat16", code: str = "int4") -> Cost:
     """Of one row, with the norm of the sum of two before the product."""
-    outputs, inputs = problem.sizes
-    _, size = short_dtype(problem.dtype)
-    product = cost(1, outputs, inputs, problem.dtype, problem.options["code"])
+    _, size = short_dtype(dtype)
+    product = cost(1, outputs, inputs, dtype, code)
     read, written = product.bytes_read + 2 * size * inputs, product.bytes_written + size * inputs
     return Cost(product.flops + 5 * inputs, read, written, launches=1, dtype=product.dtype)
 
 
-NORM_LOWBIT_LINEAR_FORM = replace(
-    FORM, sizes="OUTPUTSxINPUTS", suite=("8192x8192", "14336x4096", "4096x14336"), cost=of_normed
-)
+NORM_LOWBIT_LINEAR_FORM = sized_form("OUTPUTSxINPUTS", ("8192x8192", "14336x4096", "4096x14336"), norm_cost, code=_CODE)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tilemesh.core.cost import SHORT_DTYPES, Cost, short_dtype
+from tilemesh.core.cost import Cost, short_dtype
 from tilemesh.kernels.activations.names import ACTIVATIONS
-from tilemesh.kernels.problems import PASSES, ProblemForm, Setting, SizedProblem
+from tilemesh.kernels.problems import PASSES, Setting, sized_form
 
 
 def cost(rows: int, width: int, hidden: int, dtype: str = "bfloat16") -> Cost:
@@ -23,23 +23,6 @@ def backward_cost(rows: int, width: int, hidden: int, dtype: str = "bfloat16") -
     return Cost(8 * rows * width * hidden, read, written, launches=4, dtype=short)
 
 
-def of_problem(problem: SizedProblem) -> Cost:
-    """Of a benchmark's problem."""
-    rows, width, hidden = problem.sizes
-    forward = cost(rows, width, hidden, problem.dtype)
-    if problem.options["passes"] != "both":
-        return forward
-    return forward + backward_cost(rows, width, hidden, problem.dtype)
-
-
-FORM = ProblemForm(
-    sizes="ROWSxWIDTHxHIDDEN",
-    suite=("32768x768x3072", "8192x2048x8192"),
-    settings={
-        "dtype": Setting(tuple(SHORT_DTYPES), "bfloat16"),
-        "passes": PASSES,
-        "activation": Setting(tuple(ACTIVATIONS), "gelu_tanh", named=False),
-    },
-    make=SizedProblem.of,
-    cost=of_problem,
-)
+_ACTIVATION = Setting(tuple(ACTIVATIONS), "gelu_tanh", named=False)
+_SUITE = ("32768x768x3072", "8192x2048x8192")
+FORM = sized_form("ROWSxWIDTHxHIDDEN", _SUITE, cost, backward_cost, passes=PASSES, activation=_ACTIVATION)

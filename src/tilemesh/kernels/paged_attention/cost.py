@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tilemesh.core.cost import SHORT_DTYPES, Cost, short_dtype
-from tilemesh.kernels.problems import ProblemForm, Setting, SizedProblem
+from tilemesh.core.cost import Cost, short_dtype
+from tilemesh.kernels.problems import sized_form
 
 PAGE_TOKENS = 16
 """Of a benchmark's pages."""
@@ -19,16 +19,5 @@ def cost(sequences: int, keys: int, kv_heads: int, group: int, width: int, dtype
     return Cost(flops, queries + stored, queries, launches=2, dtype=short)
 
 
-def of_problem(problem: SizedProblem) -> Cost:
-    """Of a benchmark's problem."""
-    sequences, keys, kv_heads, group, width = problem.sizes
-    return cost(sequences, keys, kv_heads, group, width, problem.dtype)
-
-
-FORM = ProblemForm(
-    sizes="SEQUENCESxTOKENSxKVHEADSxGROUPxWIDTH",
-    suite=("64x1024x4x8x64", "64x1024x8x4x128", "1x8192x8x4x128", "256x2048x8x4x128"),
-    settings={"dtype": Setting(tuple(SHORT_DTYPES), "bfloat16")},
-    make=SizedProblem.of,
-    cost=of_problem,
-)
+_SUITE = ("64x1024x4x8x64", "64x1024x8x4x128", "1x8192x8x4x128", "256x2048x8x4x128")
+FORM = sized_form("SEQUENCESxTOKENSxKVHEADSxGROUPxWIDTH", _SUITE, cost)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tilemesh.core.cost import SHORT_DTYPES, Cost, short_dtype
-from tilemesh.kernels.problems import PASSES, ProblemForm, Setting, SizedProblem
+from tilemesh.core.cost import Cost, short_dtype
+from tilemesh.kernels.problems import PASSES, sized_form
 
 
 def cost(batch: int, tokens: int, heads: int, width: int, dtype: str = "bfloat16") -> Cost:
@@ -13,17 +13,10 @@ def cost(batch: int, tokens: int, heads: int, width: int, dtype: str = "bfloat16
     return Cost(3 * elements, size * elements + 4 * table, size * elements, launches=1, dtype=short)
 
 
-def of_problem(problem: SizedProblem) -> Cost:
-    """Of a benchmark's problem."""
-    batch, tokens, heads, width = problem.sizes
-    once = cost(batch, tokens, heads, 2 * max(1, width // 2), problem.dtype)
-    return once + once if problem.options["passes"] == "both" else once
+def _of_pairs(batch: int, tokens: int, heads: int, width: int, dtype: str) -> Cost:
+    """An odd width is taken one less."""
+    return cost(batch, tokens, heads, 2 * max(1, width // 2), dtype)
 
 
-FORM = ProblemForm(
-    sizes="BATCHxTOKENSxHEADSxWIDTH",
-    suite=("8x2048x32x64", "8x2048x32x128", "4x8192x8x128", "1x64x4x64"),
-    settings={"dtype": Setting(tuple(SHORT_DTYPES), "bfloat16"), "passes": PASSES},
-    make=SizedProblem.of,
-    cost=of_problem,
-)
+_SUITE = ("8x2048x32x64", "8x2048x32x128", "4x8192x8x128", "1x64x4x64")
+FORM = sized_form("BATCHxTOKENSxHEADSxWIDTH", _SUITE, _of_pairs, _of_pairs, passes=PASSES)

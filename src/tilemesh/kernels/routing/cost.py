@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from tilemesh.core.cost import SHORT_DTYPES, Cost, short_dtype
-from tilemesh.kernels.problems import PASSES, ProblemForm, Setting, SizedProblem
+from tilemesh.core.cost import Cost, short_dtype
+from tilemesh.kernels.problems import PASSES, Setting, sized_form
 
 INDEX_BYTES = 8
 
@@ -38,25 +36,9 @@ def unpermute_cost(tokens: int, width: int, picked: int, dtype: str = "bfloat16"
     return once if passes == "forward" else once + again
 
 
-def _counted_by(count: Callable[..., Cost]) -> Callable[[SizedProblem], Cost]:
-    return lambda problem: count(*problem.sizes, problem.dtype, passes=problem.options["passes"])
-
-
 _SUITE = ("16384x1024x2", "16384x2048x8", "64x4096x2")
-_SETTINGS = {"dtype": Setting(tuple(SHORT_DTYPES), "bfloat16"), "passes": PASSES}
-_MOVED = "TOKENSxWIDTHxPICKED"
-ROUTE_TOKENS_FORM = ProblemForm(
-    sizes="TOKENSxEXPERTSxPICKED",
-    suite=("16384x8x2", "16384x64x8", "16384x128x8", "64x128x8"),
-    settings={"dtype": Setting(("float32",), "float32"), "passes": PASSES},
-    make=SizedProblem.of,
-    cost=_counted_by(route_cost),
-)
-PERMUTE_ROWS_FORM = ProblemForm(
-    sizes=_MOVED, suite=_SUITE, settings=_SETTINGS, make=SizedProblem.of,
-    cost=_counted_by(cost),
-)  # fmt: skip
-UNPERMUTE_ROWS_FORM = ProblemForm(
-    sizes=_MOVED, suite=_SUITE, settings=_SETTINGS, make=SizedProblem.of,
-    cost=_counted_by(unpermute_cost),
-)  # fmt: skip
+_ROUTE_SUITE = ("16384x8x2", "16384x64x8", "16384x128x8", "64x128x8")
+_FLOAT32 = Setting(("float32",), "float32")
+ROUTE_TOKENS_FORM = sized_form("TOKENSxEXPERTSxPICKED", _ROUTE_SUITE, route_cost, dtype=_FLOAT32, passes=PASSES)
+PERMUTE_ROWS_FORM = sized_form("TOKENSxWIDTHxPICKED", _SUITE, cost, passes=PASSES)
+UNPERMUTE_ROWS_FORM = sized_form("TOKENSxWIDTHxPICKED", _SUITE, unpermute_cost, passes=PASSES)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tilemesh.core.cost import SHORT_DTYPES, Cost, short_dtype
+from tilemesh.core.cost import Cost, short_dtype
 from tilemesh.kernels.activations.names import ACTIVATIONS
-from tilemesh.kernels.problems import ProblemForm, Setting, SizedProblem
+from tilemesh.kernels.problems import Setting, sized_form
 
 
 def cost(rows: int, columns: int, dtype: str = "bfloat16") -> Cost:
@@ -14,10 +14,5 @@ def cost(rows: int, columns: int, dtype: str = "bfloat16") -> Cost:
     return Cost(2 * elements, size * (elements + 2 * columns), size * elements, launches=1, dtype=short)
 
 
-FORM = ProblemForm(
-    sizes="ROWSxCOLUMNS",
-    suite=("16384x1024", "8192x8192", "4096x32768", "32x64"),
-    settings={"dtype": Setting(tuple(SHORT_DTYPES), "bfloat16"), "activation": Setting(ACTIVATIONS, "none")},
-    make=SizedProblem.of,
-    cost=lambda problem: cost(problem.sizes[0], problem.sizes[1], problem.dtype),
-)
+_SUITE = ("16384x1024", "8192x8192", "4096x32768", "32x64")
+FORM = sized_form("ROWSxCOLUMNS", _SUITE, cost, activation=Setting(ACTIVATIONS, "none"))

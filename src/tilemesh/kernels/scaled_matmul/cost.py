@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tilemesh.core.cost import SHORT_DTYPES, Cost, short_dtype
-from tilemesh.kernels.problems import ProblemForm, Setting, SizedProblem
+from tilemesh.core.cost import Cost, short_dtype
+from tilemesh.kernels.problems import Setting, sized_form
 
 CODES = ("int8", "fp8")
 
@@ -15,15 +15,5 @@ def cost(rows: int, outputs: int, inputs: int, dtype: str = "bfloat16", code: st
     return Cost(2 * rows * outputs * inputs, read, size * rows * outputs, launches=1, dtype="fp8")
 
 
-def of_problem(problem: SizedProblem) -> Cost:
-    rows, outputs, inputs = problem.sizes
-    return cost(rows, outputs, inputs, problem.dtype, problem.options["code"])
-
-
-FORM = ProblemForm(
-    sizes="MxNxK",
-    suite=("16x8192x8192", "1024x8192x8192", "4096x4096x4096", "8192x8192x8192"),
-    settings={"dtype": Setting(tuple(SHORT_DTYPES), "bfloat16"), "code": Setting(CODES, "fp8")},
-    make=SizedProblem.of,
-    cost=of_problem,
-)
+_SUITE = ("16x8192x8192", "1024x8192x8192", "4096x4096x4096", "8192x8192x8192")
+FORM = sized_form("MxNxK", _SUITE, cost, code=Setting(CODES, "fp8"))
