@@ -20,7 +20,7 @@ from tilemesh.report.run import Run
 from tilemesh.report.training import TRAIN_PAGE
 from tilemesh.runs.names import SAMPLE, SAMPLES
 from tilemesh.runs.phases import measured_phases, predicted_phases
-from tilemesh.runs.values import number
+from tilemesh.runs.values import count, number
 
 _REWARD = ("reward", "reward_std", "held_out_reward", "pass_at_1", "pass_at_k")
 _POLICY = ("kl", "entropy", "old_kl", "clipped_low", "clipped_high", "mismatch", "value")
@@ -44,13 +44,13 @@ def _reward(run: Run, beside: Beside) -> Child:
 
 def _samples(run: Run, beside: Beside) -> Child:
     """A row per held-out prompt, a column per evaluation: the first, the last, and some between."""
-    steps = sorted({int(number(line.get("step"), 0)) for line in run.samples})
+    steps = sorted({count(line.get("step"), 0) for line in run.samples})
     if not steps:
         return None
-    count = min(_MOST_COLUMNS, len(steps))
-    chosen = [steps[round(place * (len(steps) - 1) / max(1, count - 1))] for place in range(count)]
+    columns = min(_MOST_COLUMNS, len(steps))
+    chosen = [steps[round(place * (len(steps) - 1) / max(1, columns - 1))] for place in range(columns)]
     prompts = list(dict.fromkeys(str(line.get("prompt")) for line in run.samples))
-    last = {(str(line.get("prompt")), int(number(line.get("step"), 0))): line for line in run.samples}
+    last = {(str(line.get("prompt")), count(line.get("step"), 0)): line for line in run.samples}
     rows: list[list[Child]] = []
     for prompt in prompts:
         cells: list[Child] = [prompt]
@@ -60,8 +60,8 @@ def _samples(run: Run, beside: Beside) -> Child:
         rows.append(cells)
     words = (
         "Answers to the same held-out prompts, with what they were paid. Read them: a reward that rises while answers "
+        "get worse is being gamed."
     )
-    words += "get worse is being gamed."
     table = PageTable(["prompt", *(f"step {step:,}" for step in chosen)], rows)
     return join(el("p", tied(words), class_="quiet"), grid(table))
 

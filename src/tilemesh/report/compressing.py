@@ -16,21 +16,25 @@ from tilemesh.report.kind_page import Beside, KindPage, PageSection, Verdict
 from tilemesh.report.run import Run
 from tilemesh.report.verdict import state_verdict
 from tilemesh.runs.names import SUMMARY
-from tilemesh.runs.values import number, section
+from tilemesh.runs.values import number, numbers, section
 
 MOST_DRAWN = 6
 _TELLS = 1.02  # times of two models that differ by less are no difference on most machines
 
 
-def _is_part(run: Run) -> bool:
-    """Whether recipes were asked for that the run did not come to."""
-    return run.summary.get("interrupted") is True
+def _points(run: Run) -> list[dict[str, Any]]:
+    """Recipes that were measured; of a damaged summary one may have no name."""
+    return [{"recipe": "unnamed", **point} for point in run.points]
+
+
+def _times(more: object, less: object) -> float:
+    return number(more) / (number(less) or math.nan)
 
 
 def speedup(point: Mapping[str, Any]) -> float:
     """Of decoding, over the plain model timed in turns with this recipe: the machine is not as quick all the time, so
     times of different turns say nothing about each other."""
-    return number(point.get("plain_decode_s")) / number(point.get("decode_s"))
+    return _times(point.get("plain_decode_s"), point.get("decode_s"))
 
 
 def _about(run: Run) -> str:
@@ -40,26 +44,22 @@ def _about(run: Run) -> str:
 
 
 def _verdict(run: Run, beside: Beside) -> Verdict:
-    points = run.points
+    points = _points(run)
     if not points:
         return state_verdict(run)
-    recipes = section(run.config, "compress").get("recipes")
-    early = (
-        f"Ended after {len(points)} of {len(recipes)} recipes. " if _is_part(run) and isinstance(recipes, list) else ""
-    )
+    recipes, is_part = section(run.config, "compress").get("recipes"), run.summary.get("interrupted") is True
+    early = f"Ended after {len(points)} of {len(recipes)} recipes. " if is_part and isinstance(recipes, list) else ""
     plain = number(points[0].get("plain_loss"), 0.0)
     good = [point for point in points if number(point.get("loss")) < plain + 0.01]
     if not good:
         return Verdict(f"{early}Every recipe costs more than 0.01 nats per token of held-out loss.")
     best = min(good, key=lambda point: number(point.get("bytes")))
-    share = number(best.get("plain_bytes")) / number(best.get("bytes"))
-    return Verdict(
-        f"{early}{best['recipe']} makes the model {share:.1f} times smaller for less than 0.01 nats per token."
-    )
+    smaller = f"{_times(best.get('plain_bytes'), best.get('bytes')):.1f} times smaller"
+    return Verdict(f"{early}{best['recipe']} makes the model {smaller} for less than 0.01 nats per token.")
 
 
 def _facts(run: Run, beside: Beside) -> list[Fact]:
-    points = run.points
+    points = _points(run)
     if not points:
         return []
     first = points[0]
@@ -116,12 +116,12 @@ def _scatter(
 
 
 def _trade(run: Run, beside: Beside) -> Html | None:
-    return _charts(points) if (points := run.points) else None
+    return _charts(points) if (points := _points(run)) else None
 
 
 def together(runs: Sequence[Run]) -> Html:
     """All recipes of several runs in the same charts, where they were judged alike."""
-    points = [point for run in runs for point in run.points]
+    points = [point for run in runs for point in _points(run)]
     if not points:
         return el("p", "No recipe was measured.")
     plain = {(round(number(point.get("plain_loss")), 6), number(point.get("plain_bytes"))) for point in points}
@@ -167,39 +167,38 @@ def _charts(points: Sequence[Mapping[str, Any]]) -> Html:
 
 def _errors(run: Run, beside: Beside) -> Html | None:
     """Relative error of every matrix, a line per recipe."""
-    points = [point for point in run.points if point.get("errors")][:MOST_DRAWN]
-    if not points:
+    drawn = {str(point["recipe"]): section(point, "errors") for point in _points(run) if section(point, "errors")}
+    errors = {recipe: drawn[recipe] for recipe in [*drawn][:MOST_DRAWN]}
+    if not errors:
         return None
-    matrices = [name for name in points[0]["errors"] if any(point["errors"].get(name) for point in points)]
-    lines = [
-        Line(str(point["recipe"]), [(place, point["errors"].get(name)) for place, name in enumerate(matrices)], colour)
-        for colour, point in enumerate(points)
-    ]
+    matrices = [name for name in next(iter(errors.values())) if any(own.get(name) for own in errors.values())]
+    columns = {recipe: [number(own.get(name)) for name in matrices] for recipe, own in errors.items()}
+    known = [[(place, value) for place, value in enumerate(own) if math.isfinite(value)] for own in columns.values()]
+    lines = [Line(recipe, points, colour) for colour, (recipe, points) in enumerate(zip(columns, known, strict=True))]
     x = PlotAxis(0, max(1, len(matrices) - 1), "matrix, in the order of computation", whole=True)
-    values = [value for point in points for value in point["errors"].values()]
+    values = [value for points in known for _, value in points]
     y = PlotAxis(*around(values, zero=True), "relative error of the weights", "{:.3g}".format)
     rows: list[list[Child]] = [
-        [name, *(f"{point['errors'][name]:.4f}" if name in point["errors"] else "–" for point in points)]
-        for name in matrices
+        [name, *(f"{value:.4f}" if math.isfinite(value) else "–" for value in row)]
+        for name, *row in zip(matrices, *columns.values(), strict=True)
     ]
-    table = PageTable(
-        ["matrix", *(str(point["recipe"]) for point in points)], rows, [x.place(p) for p in range(len(matrices))]
-    )
+    table = PageTable(["matrix", *columns], rows, [x.place(p) for p in range(len(matrices))])
     return chart("Error per matrix", "Norm of the change over the norm of the matrix.", Plot(x, y, lines), table)
 
 
 def _histograms(run: Run, beside: Beside) -> Html | None:
-    points = [point for point in run.points if isinstance(point.get("after"), dict)][:MOST_DRAWN]
-    charts = []
-    for point in points:
-        before, after = point["before"], point["after"]
-        pairs = [list(zip(part["centre"], part["count"], strict=True)) for part in (before, after)]
-        x = PlotAxis(*around(before["centre"]), "weight", "{:.3g}".format)
-        y = PlotAxis(*around([*before["count"], *after["count"]], zero=True), "how many")
+    charts: list[Html] = []
+    for point in _points(run):
+        parts = (section(point, "before"), section(point, "after"))
+        pairs = [list(zip(numbers(part, "centre"), numbers(part, "count"), strict=False)) for part in parts]
+        if not all(pairs) or len(charts) == MOST_DRAWN:
+            continue
+        x = PlotAxis(*around(at for at, _ in pairs[0]), "weight", "{:.3g}".format)
+        y = PlotAxis(*around((many for part in pairs for _, many in part), zero=True), "how many")
         lines = [Line("before", pairs[0], 0), Line("after", pairs[1], 1)]
         rows: list[list[Child]] = [[f"{a:.4g}", f"{b:g}"] for a, b in pairs[1]]
         table = PageTable(["weight", "after"], rows, [x.place(min(max(a, x.low), x.high)) for a, _ in pairs[1]])
-        charts.append(chart(f"{point['recipe']}: {point['matrix']}", "", Plot(x, y, lines), table))
+        charts.append(chart(f"{point['recipe']}: {point.get('matrix')}", "", Plot(x, y, lines), table))
     return pair(*charts)
 
 

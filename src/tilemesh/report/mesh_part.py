@@ -34,7 +34,7 @@ def mesh(run: Run) -> Html:
     picture = join(el("ul", *legend, class_="legend"), picture)
     beside = el("div", el("div", picture), _traffic(run, exchanges), class_="aside")
     words = f"{run.world} ranks{panels}; a line is as thick as its traffic."
-    servers = len(section(run.summary, "method").get("servers") or ())
+    servers = len(run.servers)
     if servers:
         workers, ranks = sizes["dp"], run.world - servers
         each = f", each of {ranks // workers} ranks," if ranks > workers else ""

@@ -13,7 +13,7 @@ from tilemesh.report.draw import PageTable, figure
 from tilemesh.report.html import Child, Html, el, join
 from tilemesh.report.rows import percent
 from tilemesh.report.run import Run
-from tilemesh.runs.values import number, numbers, section
+from tilemesh.runs.values import count, number, numbers, section
 
 _DIVERGENCE = "Divergence from synchronous training:"
 
@@ -21,8 +21,8 @@ _DIVERGENCE = "Divergence from synchronous training:"
 def method(run: Run) -> Child:
     """None for a run by data parallelism, or of an older version."""
     facts = section(run.summary, "method")
-    if facts.get("servers"):
-        return _servers([server for server in facts["servers"] if isinstance(server, dict)])
+    if run.servers:
+        return _servers(run.servers)
     if "compress" in facts:
         dense, sent = number(facts.get("whole_bytes"), 0.0), number(facts.get("sent_bytes"), 0.0)
         saved = 1 - sent / dense if dense else 0.0
@@ -74,26 +74,26 @@ def _versions(facts: Mapping[str, Any]) -> Html:
 
 def age_parts(ages: Sequence[tuple[int, int]]) -> list[BarPart]:
     """A bar of gradients by how many updates old their weights were; `ages`: (updates, how many gradients)."""
-    total = sum(count for _, count in ages) or 1
-    return [
-        BarPart(count / total, age % 8, f"{age} updates old: {percent(count / total)}", str(age)) for age, count in ages
-    ]
+    total = sum(many for _, many in ages) or 1
+    shares = [(age, many / total) for age, many in ages]
+    return [BarPart(share, age % 8, f"{age} updates old: {percent(share)}", str(age)) for age, share in shares]
 
 
-def _servers(servers: list[dict[str, Any]]) -> Html:
+def _servers(servers: Sequence[Mapping[str, Any]]) -> Html:
     items, rows = [], []
     for place, server in enumerate(servers):
-        ages = [(int(age), int(count)) for age, count in server.get("staleness", ())]
+        staleness = server.get("staleness")
+        pairs = [pair for pair in (staleness if isinstance(staleness, list) else ()) if isinstance(pair, list)]
+        ages = [(count(pair[0], 0), count(pair[1], 0)) for pair in pairs if len(pair) == 2]
         items.append(Bar(f"server {place}", age_parts(ages), f"{number(server.get('updates'), 0.0):.0f} updates"))
-        waited = [number(seconds, 0.0) for seconds in server.get("waited_s", ())]
         rows.append(
             [
                 f"server {place}",
-                ", ".join(f"{age}: {count}" for age, count in ages),
+                ", ".join(f"{age}: {many}" for age, many in ages),
                 format_bytes(number(server.get("bytes"), 0.0)),
                 format_seconds(number(server.get("busy_s"), 0.0)),
-                ", ".join(format_seconds(seconds) for seconds in waited),
-                ", ".join(str(worker) for worker in server.get("given_up", ())) or "none",
+                ", ".join(format_seconds(seconds) for seconds in numbers(server, "waited_s")),
+                ", ".join(f"{worker:g}" for worker in numbers(server, "given_up")) or "none",
                 _apart(section(server, "divergence")),
             ]
         )

@@ -12,7 +12,7 @@ from tilemesh.report.draw import PageTable, figure
 from tilemesh.report.html import Child, el, join, pair
 from tilemesh.report.run import Run
 from tilemesh.report.run_parts import StepFigure, step_figure
-from tilemesh.runs.values import number, numbers
+from tilemesh.runs.values import number, numbers, section
 
 MOST_LAYERS = 24
 """That are drawn: of more, evenly chosen ones."""
@@ -63,13 +63,8 @@ def routing(run: Run) -> Child:
         for layer in layers
     ]  # fmt: skip
     head = [
-        "layer with experts",
-        "busiest, times the mean",
-        "least",
-        "idle experts",
-        "dropped",
-        "entropy, of the highest",
-    ]
+        "layer with experts", "busiest, times the mean", "least", "idle experts", "dropped", "entropy, of the highest"
+    ]  # fmt: skip
     source = base64.b64encode(drawing(layers).encode()).decode()
     shown = el("img", src=f"data:image/svg+xml;base64,{source}", alt=f"Load of experts by layer at step {step}")
     return join(
@@ -80,7 +75,7 @@ def routing(run: Run) -> Child:
 def loads_of(step: Mapping[str, Any], model: Any = None) -> list[LayerLoad]:
     """What a step's line says; nothing where it cannot be meant. `model`: its configuration, of a run's summary."""
     entropies, drops, layers = numbers(step, "router_entropy"), numbers(step, "dropped_picks"), []
-    dense = model.get("dense_layers", ()) if isinstance(model, dict) else ()
+    dense = numbers(section({"model": model}, "model"), "dense_layers")
     places = [place for place in range(len(step["expert_load"]) + len(dense)) if place not in dense]
     for place, values in enumerate(step["expert_load"]):
         load = [number(value) for value in values] if isinstance(values, list) else []

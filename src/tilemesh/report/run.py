@@ -82,6 +82,12 @@ class Run:
         return [point for point in points if isinstance(point, dict)] if isinstance(points, list) else []
 
     @property
+    def servers(self) -> list[Mapping[str, Any]]:
+        """What parameter servers said of themselves."""
+        servers = section(self.summary, "method").get("servers")
+        return [server for server in servers if isinstance(server, dict)] if isinstance(servers, list) else []
+
+    @property
     def last_step(self) -> int:
         return int(self.steps[-1]["step"]) if self.steps else 0
 

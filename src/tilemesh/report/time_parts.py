@@ -83,23 +83,11 @@ def savings(run: Run, of_limit: float | None) -> Html | None:
     possible = find_savings(shares_of(run), of_limit)
     if not possible:
         return None
-    bars_ = [
-        Bar(
-            saving.what,
-            [BarPart(saving.fraction, 0, f"{saving.what}: {saving.fraction:.1%}")],
-            percent(saving.fraction),
-        )
-        for saving in possible
-    ]
-    rows = [[saving.what, percent(saving.fraction, 1)] for saving in possible]
+    shares = [(saving.what, saving.fraction) for saving in possible]
+    items = [Bar(what, [BarPart(share, 0, f"{what}: {share:.1%}")], percent(share)) for what, share in shares]
+    table = PageTable(["what", "of the step, at most"], [[what, percent(share, 1)] for what, share in shares])
     words = "How much shorter a step would be if this were perfect: an upper bound, not a promise."
-    return figure(
-        "What could be saved",
-        words,
-        bars(bars_, most=1.0),
-        PageTable(["what", "of the step, at most"], rows),
-        wide=True,
-    )
+    return figure("What could be saved", words, bars(items, most=1.0), table, wide=True)
 
 
 # ---- the timeline ----------------------------------------------------------------------------------------------
@@ -108,8 +96,7 @@ def savings(run: Run, of_limit: float | None) -> Html | None:
 def lanes(run: Run) -> Html:
     """The last traced steps, one lane per rank."""
     if run.timeline is None:
-        why = run.missing.get(TRACE, "no trace")
-        return absent("the timeline", why)
+        return absent("the timeline", run.missing.get(TRACE, "no trace"))
     steps = spans.last_steps(run.timeline, MOST_SPANS, MOST_STEPS)
     begin, end = steps[0].began_s - 1e-9, steps[-1].ended_s
     drawn = []

@@ -38,7 +38,7 @@ def _about(run: Run) -> str:
     parts += [", ".join(shape)] if shape else []
     shown = [axis for axis in ("dp", "tp", *ORDER) if axis in plan and (axis in ("dp", "tp") or plan[axis] != 1)]
     axes = " x ".join(f"{axis} {plan[axis]}" for axis in dict.fromkeys(shown))
-    servers = len(section(run.summary, "method").get("servers") or ())
+    servers = len(run.servers)
     also = f" + {servers} server{'s' * (servers > 1)}" if servers else ""
     parts += [f"{axes}{also} = {run.world} rank{'s' * (run.world > 1)}"] if axes else []
     parts += [str(plan["precision"])] if "precision" in plan else []
