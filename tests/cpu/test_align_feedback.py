@@ -437,3 +437,13 @@ def test_lines_of_cases_end_where_jsonl_has_them_end(tmp_path: Path) -> None:
     assert len(read_cases(path)) == 2
     with pytest.raises(UsageError, match=r"gone\.jsonl does not exist: expected a JSONL file$"):
         read_cases(tmp_path / "gone.jsonl")
+
+
+def test_a_file_of_cases_that_is_too_large_is_said_to_be_also_where_its_end_is_half_a_character(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tilemesh.data.cases._MOST_BYTES", 15)
+    path = tmp_path / "cases.jsonl"
+    path.write_text('{"prompt": "éé"}\n', encoding="utf-8")
+    with pytest.raises(UsageError, match="is larger than"):
+        read_cases(path)

@@ -13,7 +13,7 @@ import io
 import itertools
 import json
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from tilemesh.data.corpus import (
     joined,
     split_documents,
 )
-from tilemesh.data.documents import Document, documents, source_bytes
+from tilemesh.data.documents import documents, source_bytes
 from tilemesh.data.shards import BEGINS_SUFFIX, COUNTED_SUFFIX, DTYPES, HELD_OUT_PREFIX, META_FILE
 from tilemesh.data.stream import Stream
 from tilemesh.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
@@ -82,7 +82,8 @@ def prepare(
     waiting = _read_waiting(target, state)
     size = sum(len(document.tokens) for document in waiting)
     on_progress(waiting[-1].read_bytes if waiting else state.read_bytes, total)
-    for document in encoded_documents(data, tokenizer, _after(data, state.documents + len(waiting))):
+    left = itertools.islice(documents(data), state.documents + len(waiting), None)  # those in no shard yet
+    for document in encoded_documents(data, tokenizer, left):
         waiting.append(document)
         size += len(document.tokens)
         state.ends_inside |= document.ends_inside
@@ -123,11 +124,6 @@ def _target(data: DataConfig, out: str | Path) -> Path:
     if not (target / PREPARING_FILE).exists():
         check_new_folder(target)
     return target
-
-
-def _after(data: DataConfig, done: int) -> Iterator[Document]:
-    """The documents that are in no shard yet."""
-    return itertools.islice(documents(data), done, None)
 
 
 def _keep_waiting(target: Path, state: _State, waiting: Sequence[EncodedDocument]) -> None:

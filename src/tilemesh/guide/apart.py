@@ -22,14 +22,13 @@ from typing import NoReturn
 from tilemesh.core.errors import UsageError
 
 LIMIT_S = 20.0
-PATIENCE_S = 2.0  # a rank that waits so long has met a deadlock; a rank of a busy machine may wait for a second
 """Every exercise is judged in about a second on free cores; beyond this the answer does not end."""
+PATIENCE_S = 2.0  # a rank that waits so long has met a deadlock; a rank of a busy machine may wait for a second
 MEMORY_BYTES = 4 << 30  # on top of what this process has already
 
 
-def judged_apart(judge: Callable[[], str | None], limit_s: float | None = None) -> str | None:
+def judged_apart(judge: Callable[[], str | None]) -> str | None:
     """What `judge` returns, or the correction of an answer that does not end; its UsageError is raised here."""
-    limit_s = LIMIT_S if limit_s is None else limit_s
     reading, writing = os.pipe()
     sys.stdout.flush()  # or what waits there would be written twice
     sys.stderr.flush()
@@ -41,7 +40,7 @@ def judged_apart(judge: Callable[[], str | None], limit_s: float | None = None) 
         _answer(judge, reading, writing)
     os.close(writing)
     try:
-        said = _read(reading, limit_s)
+        said = _read(reading, LIMIT_S)
     finally:
         os.close(reading)
         for end in (os.kill, os.killpg):  # it, and what it began: they have said everything, or never will
@@ -50,7 +49,7 @@ def judged_apart(judge: Callable[[], str | None], limit_s: float | None = None) 
         _, status = os.waitpid(child, 0)
     if said is None:
         return (
-            f"Your function did not end within {limit_s:g} s and was stopped: look for a loop whose condition never "
+            f"Your function did not end within {LIMIT_S:g} s and was stopped: look for a loop whose condition never "
             "becomes false, or for work that grows without need."
         )
     if not said:

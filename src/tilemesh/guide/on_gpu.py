@@ -19,6 +19,7 @@ from tilemesh.comm import Communicator, run_threads
 from tilemesh.core.hardware import device_for, host_link
 from tilemesh.core.units import format_bytes
 from tilemesh.guide.clock import repeated
+from tilemesh.guide.lesson import Lesson
 from tilemesh.guide.messages.work import bounce
 from tilemesh.measure.row import CaseValue, Row
 from tilemesh.measure.sample import Sample
@@ -29,6 +30,16 @@ def gpu() -> str | None:
     import torch
 
     return "cuda" if torch.cuda.is_available() else None
+
+
+def add_row(lesson: Lesson, measure: Callable[[str], tuple[Row, float]]) -> None:
+    """A chapter's row of ranks that share a GPU, which compute what one process computes."""
+    device = gpu()
+    if device is not None:
+        row, apart = measure(device)
+        lesson.add(row)
+        print(f"{row.case['gpu']}: at most {apart:.1e} from one process")
+        assert apart < 1e-10  # sums of thousands of products, taken in another order
 
 
 def name_of(device: str) -> str:

@@ -60,9 +60,9 @@ def rotating_sets(make: Callable[[int], T], bytes_per_set: int, l2_bytes: int | 
     return [make(index) for index in range(sets_needed(bytes_per_set, l2))]
 
 
-def l2_cache_bytes(device: torch.device | int | None = None) -> int:
+def l2_cache_bytes() -> int:
     """The size of this GPU's L2, as its driver says."""
-    return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    return int(torch.cuda.get_device_properties().L2_cache_size)
 
 
 def call_timer(device: torch.device | int | None = None) -> LoopTimer:

@@ -39,6 +39,14 @@ def rank_timer(
     return LoopTimer(clock=clock, start=group.barrier, agree=slowest, min_reading_s=min_reading_s)
 
 
+def slowest_s(group: RankGroup, step: Callable[[], object]) -> float:
+    """Seconds from a barrier on until the slowest rank has done a step."""
+    group.barrier()
+    began = time.perf_counter()
+    step()
+    return group.max_over_ranks([time.perf_counter() - began])[0]
+
+
 def ranks_case(ranks: int, cores: int | None = None) -> dict[str, CaseValue]:
     """What a row's `case` says of the ranks: how many, on how many cores, and whether they outnumber these."""
     count = available_cores() if cores is None else cores

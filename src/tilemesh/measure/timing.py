@@ -130,6 +130,18 @@ def compare(
     return Comparison({n: Sample.of(v) for n, v in readings.items() if n not in trouble.failures}, trouble.failures)
 
 
+def in_turns(calls: Mapping[str, Callable[[], float]], turns: int, warmup: int = 1) -> dict[str, list[float]]:
+    """What each call says of itself, one after the other in every turn; what it says in the first turns, which compile,
+    connect and fill caches, does not count."""
+    figures: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(warmup + turns):
+        for name, call in calls.items():
+            figure = call()
+            if turn >= warmup:
+                figures[name].append(figure)
+    return figures
+
+
 def reason_of(error: Exception) -> str:
     """An exception as one line: what kind, and the first line of what it said (later lines are advice or traces)."""
     said = str(error).strip().splitlines()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from tilemesh.comm.connection import connect
 from tilemesh.comm.runtime.communicator import Communicator
+from tilemesh.measure.ranks import slowest_s
+from tilemesh.measure.timing import in_turns
 from tilemesh.methods.link import ServerLink, even_cuts, wait_in_naps
 from tilemesh.methods.programs import k_means
 from tilemesh.methods.record import ServerEvent, largest_lead, replay
@@ -228,12 +231,6 @@ def clustering(points: int, dims: int, clusters: int, iterations: int, repeats: 
     first = np.random.default_rng(99).normal(size=(clusters, dims))
     sums = np.zeros(clusters * dims + clusters + 1)
 
-    def timed(run: Callable[[], object]) -> float:
-        comm.barrier()
-        began = time.perf_counter()
-        run()
-        return comm.max_over_ranks([time.perf_counter() - began])[0]
-
     def by_one() -> None:
         if comm.rank == 0:
             k_means(alone, all_points, first, iterations, tolerance=-1.0)
@@ -246,7 +243,5 @@ def clustering(points: int, dims: int, clusters: int, iterations: int, repeats: 
         for _ in range(iterations):
             comm.all_reduce(sums)
 
-    for run in (by_one, by_all, summing):
-        run()
-    turns = [[timed(run) for run in (by_one, by_all, summing)] for _ in range(repeats)]
-    return [list(column) for column in zip(*turns, strict=True)]
+    runs = {run.__name__: partial(slowest_s, comm, run) for run in (by_one, by_all, summing)}
+    return [*in_turns(runs, repeats).values()]

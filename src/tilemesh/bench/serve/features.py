@@ -31,6 +31,7 @@ from tilemesh.bench.serve.peers import write_folder
 from tilemesh.core.errors import RunError
 from tilemesh.measure.row import CaseValue, Row
 from tilemesh.measure.sample import Sample
+from tilemesh.measure.timing import in_turns
 from tilemesh.model.adapter import A, B, LoraConfig, adapted_modules, adapter_parameters, matrix_shapes
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.lora import save_adapter
@@ -85,14 +86,7 @@ def feature_rows(bench: FeatureBench, names: Sequence[str]) -> Iterator[list[Row
 
 
 def _in_turns(calls: Mapping[str, Callable[[], float]], turns: int, warmup: int = 1) -> dict[str, Sample]:
-    """What each call says, one after the other in every turn; the first turns compile and fill caches."""
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(turns + warmup):
-        for name, call in calls.items():
-            figure = call()
-            if turn >= warmup:
-                taken[name].append(figure)
-    return {name: Sample.of(figures) for name, figures in taken.items()}
+    return {name: Sample.of(figures) for name, figures in in_turns(calls, turns, warmup).items()}
 
 
 def _first_token_s(engine: Engine, prompt: Sequence[int]) -> float:

@@ -43,9 +43,9 @@ def read_url(url: str) -> tuple[str, int, str]:
     return host, port, parts.path.rstrip("/").removesuffix("/v1")
 
 
-def load_url(url: str, load: Sequence[LoadRequest], model: str | None = None) -> list[RequestRecord]:
+def load_url(url: str, load: Sequence[LoadRequest]) -> list[RequestRecord]:
     """Each request at its time; returns when all have ended."""
-    return asyncio.run(_load(url, load, model))
+    return asyncio.run(_load(url, load))
 
 
 async def served_model(url: str) -> str:
@@ -64,8 +64,8 @@ async def served_model(url: str) -> str:
         raise RunError(f"{url}/v1/models names no model: is it an OpenAI-compatible server?") from None
 
 
-async def _load(url: str, load: Sequence[LoadRequest], model: str | None) -> list[RequestRecord]:
-    name = model or await served_model(url)
+async def _load(url: str, load: Sequence[LoadRequest]) -> list[RequestRecord]:
+    name = await served_model(url)
     began = time.monotonic()
 
     async def later(number: int, request: LoadRequest) -> RequestRecord:

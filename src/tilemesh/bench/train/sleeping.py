@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +23,10 @@ from tilemesh.core.step.book import build
 from tilemesh.core.step.passes import exchange
 from tilemesh.core.step.simulate import StepTimes, simulate
 from tilemesh.launch import Ranks
-from tilemesh.measure.ranks import ranks_case
+from tilemesh.measure.ranks import ranks_case, slowest_s
 from tilemesh.measure.row import CaseValue, Row
 from tilemesh.measure.sample import Sample
+from tilemesh.measure.timing import in_turns
 from tilemesh.parallel.run import Services, StepRunner
 
 FORWARD_S = INPUT_S = WEIGHT_S = 0.010
@@ -112,15 +114,7 @@ def timed_in_turns(
     comm: Communicator, steps: Mapping[str, Callable[[], object]], repeats: int
 ) -> dict[str, list[float]] | None:
     """Seconds of each step on the rank that took longest, one kind after the other in every turn; on rank 0."""
-    taken: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(repeats + 1):
-        for name, step in steps.items():
-            comm.barrier()
-            began = time.perf_counter()
-            step()
-            (seconds,) = comm.max_over_ranks([time.perf_counter() - began])
-            if turn:  # the first one makes connections
-                taken[name].append(seconds)
+    taken = in_turns({name: partial(slowest_s, comm, step) for name, step in steps.items()}, repeats)
     return taken if comm.rank == 0 else None
 
 

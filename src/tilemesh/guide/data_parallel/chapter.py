@@ -61,12 +61,7 @@ for ranks in (2, 3, 4):
 # back. Two GPUs would halve the arithmetic. Without a GPU there is no such row.
 
 # %%
-device = on_gpu.gpu()
-if device is not None:
-    gpu_row, apart = work.gpu_row(device)
-    lesson.add(gpu_row)
-    print(f"{gpu_row.case['gpu']}: at most {apart:.1e} from one process")
-    assert apart < 1e-10
+on_gpu.add_row(lesson, work.gpu_row)
 
 # %% [markdown]
 # 3 ranks do not divide 40 samples. It works because *sums* are added up and divided once by the number of all

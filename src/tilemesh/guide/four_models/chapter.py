@@ -96,7 +96,7 @@ lesson.show(guess, work.drift("sequence", 0.9, -0.5),
             missing={"limit": "0: length has nothing to do with it"}, figure="simulated")  # fmt: skip
 fair = work.drift("constant", 0.9, -0.5)
 print(f"with one weight for every token, whatever the answer's length (Dr. GRPO): {fair:.5f}")
-right, wrong = work.trained_lengths("sequence")[-1]
+right, wrong = work.trained_lengths()[-1]
 print(f"after 200 updates: right answers {right:.1f} tokens, wrong ones {wrong:.0f}; without the division both stay "
       "at 10")  # fmt: skip
 assert abs(fair) < 0.001

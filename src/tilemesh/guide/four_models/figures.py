@@ -63,7 +63,7 @@ def held() -> str:
 
 def lengths() -> str:
     """Mean lengths of right and wrong answers over updates."""
-    curve = trained_lengths("sequence")[:120]
+    curve = trained_lengths()[:120]
     lines = [
         Line(words, [(step, pair[which]) for step, pair in enumerate(curve)], colour)
         for colour, (words, which) in enumerate((("right answers", 0), ("wrong answers", 1)))

@@ -69,15 +69,15 @@ def exact_drift(more: float, advantage: float) -> float:
     return advantage * (1 - more + (1 - more) / more * math.log(1 - more))
 
 
-def trained_lengths(weighting: str, steps: int = 200, rate: float = 0.5) -> list[tuple[float, float]]:
-    """Mean lengths of right and wrong answers while they are trained: half of all are right, whatever their length."""
+def trained_lengths(steps: int = 200, rate: float = 0.5) -> list[tuple[float, float]]:
+    """Mean lengths of right and wrong answers while they are trained with weights per sequence: half of all are right,
+    whatever their length. Other weights have no drift: the mean of ∇ log π is 0."""
     wish = {0.5: math.log(9.0), -0.5: math.log(9.0)}  # go on with probability 0.9: ten tokens
     lengths = []
     for _ in range(steps):
         for advantage in wish:
             more = 1 / (1 + math.exp(-wish[advantage]))
-            if weighting == "sequence":  # the others have no drift: the mean of ∇ log π is 0
-                wish[advantage] += rate * exact_drift(more, advantage)
+            wish[advantage] += rate * exact_drift(more, advantage)
         right, wrong = (1 + math.exp(wish[advantage]) for advantage in (0.5, -0.5))
         lengths.append((right, wrong))
     return lengths

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from importlib import resources
 
 from tilemesh.measure.row import Row
@@ -10,8 +9,13 @@ from tilemesh.measure.row import Row
 
 def h200_rows() -> list[Row]:
     """The rows in the order of the rungs."""
-    text = (resources.files("tilemesh.guide.ladder") / "h200.jsonl").read_text()
-    return [Row.from_json(line) for line in text.splitlines() if json.loads(line)]
+    return stored_rows("ladder", "h200.jsonl")
+
+
+def stored_rows(chapter: str, file: str) -> list[Row]:
+    """Rows of `benchmarks/results` that a chapter shows, as an installed package has them."""
+    text = (resources.files(f"tilemesh.guide.{chapter}") / file).read_text(encoding="utf-8")
+    return [Row.from_json(line) for line in text.splitlines()]
 
 
 def median_s(row: Row) -> float:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
-from importlib import resources
 
 from tilemesh.core.scene import Scene, files_of
 from tilemesh.core.units import format_bytes, format_seconds
+from tilemesh.guide.ladder.measured import stored_rows
 from tilemesh.guide.locality.strides import StridedView
 from tilemesh.guide.locality.traffic import NESTS, convolution_formula, intensity
 from tilemesh.measure.row import Row
@@ -17,15 +16,9 @@ MEASURED_CACHES = {"L1d": 64 * 1024, "L2": 1024 * 1024}
 
 
 def figures() -> dict[str, str]:
-    rows = measured_rows()
+    rows = stored_rows("locality", "neoverse_n1.jsonl")
     measured = {"nests.svg": nests(rows), "tile_map.svg": heat_map(tile_times(rows), MEASURED_CACHES, 512)}
     return files_of(strides, orders, tiles, convolution, fused, sharing) | measured
-
-
-def measured_rows() -> list[Row]:
-    """`benchmarks/results/locality-neoverse-n1-2c.jsonl`, as an installed package has it."""
-    text = (resources.files("tilemesh.guide.locality") / "neoverse_n1.jsonl").read_text()
-    return [Row.from_json(line) for line in text.splitlines() if json.loads(line)]
 
 
 def tile_times(rows: list[Row]) -> dict[tuple[int, int], float]:

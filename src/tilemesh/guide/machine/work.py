@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from tilemesh.core.hardware import LINKS, Device
 from tilemesh.guide.clock import repeated
+from tilemesh.guide.locality.measured import together
 from tilemesh.measure.row import Row
 
 
@@ -20,11 +21,7 @@ def half_serial(workers: int, serial_s: float, parallel_s: float) -> float:
     """Seconds of a program with a part that one worker must do and a part that all share. Work is sleeping."""
     began = time.perf_counter()
     time.sleep(serial_s)
-    threads = [threading.Thread(target=time.sleep, args=(parallel_s / workers,)) for _ in range(workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together([partial(time.sleep, parallel_s / workers)] * workers)
     return time.perf_counter() - began
 
 

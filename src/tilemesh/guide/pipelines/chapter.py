@@ -144,12 +144,7 @@ for name in ("gpipe", "1f1b", "interleaved"):
 # nothing, since one GPU does all the arithmetic, and every activation travels to the host and back.
 
 # %%
-device = on_gpu.gpu()
-if device is not None:
-    gpu_row, apart = work.gpu_row(device)
-    lesson.add(gpu_row)
-    print(f"{gpu_row.case['gpu']}: gradients at most {apart:.1e} from one process")
-    assert apart < 1e-10
+on_gpu.add_row(lesson, work.gpu_row)
 
 # %% [markdown]
 # ## Which layout?
