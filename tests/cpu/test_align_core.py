@@ -230,7 +230,7 @@ def test_advantages_follow_their_definitions() -> None:
             alone = reward[i] - sum(others) / len(others) if others else 0.0
             assert advantages.leave_one_out(reward, group)[i] == pytest.approx(alone, abs=1e-12)
         np.testing.assert_allclose(advantages.batch_mean(reward, group), reward - sum(reward) / 12, atol=1e-12)
-        white = advantages.batch_normalized(reward, group)
+        white = BASELINES["batch-std"](reward, group)
         assert abs(white.mean()) < 1e-12
         assert white.std(ddof=1) == pytest.approx(1, abs=1e-6)
 

@@ -22,7 +22,7 @@ from tilemesh.align.generate import unpacked_bytes
 from tilemesh.align.inputs import read_scorers
 from tilemesh.align.job import fit
 from tilemesh.align.pairs import PairSource
-from tilemesh.align.prompts import Pair, Prompt, ServedText, pair_of
+from tilemesh.align.prompts import Pair, Prompt, PromptSource, ServedText, pair_of, without_last
 from tilemesh.align.rewards import Rewards, read_reward_model
 from tilemesh.align.tasks import TASKS
 from tilemesh.align.turns import AnswerTurns, DrawnTalk
@@ -426,6 +426,16 @@ def test_answers_that_nobody_limits_fit_the_context(start: Path, functions: Path
     sets = [f"align.task={functions}:score", f"align.prompts_file={cases}", *QUICK]
     assert load(start, sets=sets).align.longest == 16
     assert load(start, sets=[*sets, "align.max_tokens=20"]).align.longest == 20
+
+
+def test_what_is_held_out_is_asked_nowhere_else(tmp_path: Path) -> None:
+    path = tmp_path / "cases.jsonl"
+    path.write_text("".join(json.dumps({"prompt": prompt, "number": n}) + "\n" for n, prompt in enumerate("abcabda")))
+    align = FeedbackConfig(task="own", prompts_file=path, held_out=2)
+    source = PromptSource(align, 0, ServedText(Bytes(), frozenset()), 99)
+    assert [case["number"] for case in source.cases] == [1, 2, 4]
+    assert [prompt.text for prompt in source.held_out()] == ["d", "a"]
+    assert without_last([1, 1, 1], 1, int) == ([1, 1], [1])  # nothing else would be left
 
 
 def test_lines_of_cases_end_where_jsonl_has_them_end(tmp_path: Path) -> None:

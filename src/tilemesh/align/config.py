@@ -80,7 +80,8 @@ class FeedbackConfig:
     epochs: Annotated[int, Range(0, 2**31 - 1)] = 0
     """How often a batch of rollouts is gone through; 0: as the algorithm's row says."""
     held_out: Annotated[int, Range(0, 2**31 - 1)] = 32
-    """Prompts that are never trained on, answered whenever a run is evaluated."""
+    """Prompts, or pairs, that a run is evaluated by: the last of a file, whose prompts are trained on nowhere in it
+    unless it has no others; a built-in task's are drawn apart, and of few prompts they are the same."""
     pass_k: Count = 4
     """Answers to each held-out prompt: pass@k is the share of prompts with at least one that is paid in full."""
     deadline_s: Annotated[float, Range(0, 1e9, above=True)] = 5.0

@@ -113,20 +113,17 @@ class StreamDrawing(RemoteDrawing):
     def begin(self, batch: PromptBatch, version: int) -> None:
         """Held-out prompts, with weights that they have."""
         self._tell(held_out=version)
-        self._collect(HELD_OUT, version)
+        self._tell(collect=(HELD_OUT, version))
 
     def collect(self, kind: str, number: int) -> list[bytes]:
         """A batch, in the order of prompts (a collective call)."""
-        self._collect(kind, number)
+        self._tell(collect=(kind, number))
         return self.finish()
 
     def happened(self) -> list[list[EngineEvent]]:
         """To each engine, since this was asked last; on the first rank that trains."""
         self._tell(happened=True)
         return [[EngineEvent(*each) for each in json.loads(raw)] for raw in self._told()]
-
-    def _collect(self, kind: str, number: int) -> None:
-        self._tell(collect=(kind, number))
 
 
 class RepeatedDrawing(AnswerDrawing):

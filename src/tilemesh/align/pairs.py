@@ -17,7 +17,7 @@ from torch import Tensor
 from tilemesh.align.config import AlignConfig
 from tilemesh.align.head import Reference
 from tilemesh.align.objective import FeedbackObjective
-from tilemesh.align.prompts import Pair, ServedText, read_pairs
+from tilemesh.align.prompts import Pair, ServedText, read_pairs, without_last
 from tilemesh.align.shared import padded
 from tilemesh.data.order import Order, rows_of
 from tilemesh.model.loss import IGNORED
@@ -40,10 +40,9 @@ class PairSource(Source):
     ) -> None:
         self.config, self.laid, self.reference, self.objective = config, laid, reference, objective
         self.mesh, self.device = laid.mesh, next(laid.module.parameters()).device
-        self._pairs = read_pairs(config.align.preferences, text, config.training.context)
-        held_out = min(config.align.held_out, len(self._pairs) // 4)
-        self.kept = self._pairs[len(self._pairs) - held_out :]
-        self.trained = self._pairs[: len(self._pairs) - held_out]
+        pairs = read_pairs(config.align.preferences, text, config.training.context)
+        held_out = min(config.align.held_out, len(pairs) // 4)
+        self.trained, self.kept = without_last(pairs, held_out, lambda pair: tuple(pair.chosen[: pair.prompt]))
         self._order = Order(len(self.trained), config.train.seed)
         self._steps, self._position = 0, 0
 
@@ -90,7 +89,7 @@ class PairSource(Source):
 
     @functools.cached_property
     def _digest(self) -> str:
-        return hashlib.sha256(repr(self._pairs).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr((self.trained, self.kept)).encode()).hexdigest()[:16]
 
     def fingerprint(self) -> str:
         return self._digest

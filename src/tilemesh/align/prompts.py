@@ -4,9 +4,9 @@ order. A position is just the number of prompts taken so far, so a resumed run g
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from tilemesh.align.config import FeedbackConfig
 from tilemesh.align.tasks import TASKS
@@ -18,6 +18,7 @@ from tilemesh.data.tokenizer import Tokenizer, encode_prompt
 from tilemesh.data.tokenizer_files import DEFAULT
 from tilemesh.serve.request import Sampling
 
+Item = TypeVar("Item")
 _HELD_OUT_SEED = 1 << 40
 _ANSWER = "\ufdd2"
 """In place of an answer: no character, by Unicode's own word."""
@@ -48,10 +49,8 @@ class PromptSource:
     def __init__(self, align: FeedbackConfig, seed: int, served: ServedText, context: int) -> None:
         self.align, self.seed, self.served, self.context = align, seed, served, context
         self.task = TASKS.get(align.task)
-        self.cases = [] if align.prompts_file is None else read_cases(align.prompts_file)
-        held_out = min(align.held_out, len(self.cases) // 2)
-        self.kept = self.cases[len(self.cases) - held_out :]
-        self.cases = self.cases[: len(self.cases) - held_out]
+        cases = [] if align.prompts_file is None else read_cases(align.prompts_file)
+        self.cases, self.kept = without_last(cases, min(align.held_out, len(cases) // 2), _asked)
         self._order = Order(len(self.cases), seed) if self.cases else None
         if self.task is not None and self._order is None:
             self.kept = [self.task.case(seed + _HELD_OUT_SEED, number) for number in range(align.held_out)]
@@ -111,6 +110,17 @@ class PromptSource:
             )
         digest = hashlib.sha256(f"{self.seed} {place}".encode()).digest()
         return Prompt(case, text, tokens, int.from_bytes(digest[:6], "little"))
+
+
+def _asked(case: Case) -> str:
+    return str(case["messages"] if "messages" in case else case["prompt"])
+
+
+def without_last(items: list[Item], count: int, key: Callable[[Item], Hashable]) -> tuple[list[Item], list[Item]]:
+    """What is trained on, and the last ones, which are held out: with all of their key, where others are left."""
+    rest, kept = items[: len(items) - count], items[len(items) - count :]
+    keys = {key(item) for item in kept}
+    return [item for item in rest if key(item) not in keys] or rest, kept
 
 
 def prompt_tokens(case: Case, served: ServedText) -> tuple[str, list[int]]:

@@ -58,11 +58,6 @@ def whiten(values: Floats, epsilon: float = WHITENING_EPSILON) -> Floats:
     return np.asarray((values - values.mean()) / np.sqrt(values.var(ddof=1) + epsilon), np.float64)
 
 
-def batch_normalized(reward_S: Floats, group_S: Whole) -> Floats:
-    """In standard deviations of the batch (REINFORCE++)."""
-    return whiten(reward_S)
-
-
 def token_rewards(score_S: Floats, sequence_N: Whole, kl_N: ArrayLike = 0.0, coefficient: float = 0.0) -> Floats:
     """What each token is paid: a penalty for leaving the reference, and the last one of a sequence its score."""
     paid = np.broadcast_to(-coefficient * np.asarray(kl_N, np.float64), sequence_N.shape).copy()

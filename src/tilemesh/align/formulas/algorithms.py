@@ -16,7 +16,7 @@ Baseline = Callable[[Floats, Whole], Floats]
 BASELINES: dict[str, Baseline] = {
     "zero": lambda reward_S, group_S: reward_S,
     "batch": advantages.batch_mean,
-    "batch-std": advantages.batch_normalized,
+    "batch-std": lambda reward_S, group_S: advantages.whiten(reward_S),
     "group": advantages.group_mean,
     "group-std": advantages.group_normalized,
     "leave-one-out": advantages.leave_one_out,
