@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from tilemesh.bench.graph.models import GptBlock, ModelSize
 from tilemesh.core.c_library import compiler
+from tilemesh.graph import backend as graph_backend
 from tilemesh.graph.backend import Backend
 from tilemesh.graph.lower import NotServedError
 from tilemesh.graph.sized import formula, joined_text
@@ -136,3 +137,17 @@ def test_texts_may_differ_in_numbers_alone() -> None:
         joined_text(["f(3)", "g(7)", "f(13)", "f(19)"], SIZES)
     with pytest.raises(NotServedError, match=r"0\.333"):
         joined_text([f"f({1 / n})" for n, _ in SIZES], SIZES)
+
+
+def test_beyond_the_most_sizes_torch_runs_its_own_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the parts that they are taken into where kernels compute them."""
+    monkeypatch.setattr(graph_backend, "MOST_SIZES", 0)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: functional.gelu(x[: x.shape[0] // 2]), backend=Backend(), dynamic=True)
+    x, longer = torch.randn(7, 3), torch.randn(14, 3)
+    compiled(x)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        result = compiled(longer)
+    names = [event.name for event in profile.events()]
+    assert (names.count("aten::gelu"), names.count("aten::erf")) == (1, 0)
+    torch.testing.assert_close(result, functional.gelu(longer[:7]))

@@ -120,7 +120,9 @@ class Backend:
         if self.cuda_graphs is not False and _device(inputs).type == "cuda":
             known: dict[str, bool] = {}
             compilers = [functools.partial(self._recorded, way=way, kind=kind, known=known) for kind in kinds]
-        settings: dict[str, Any] = {"decompositions": decompositions()} if way is not None else {}
+        # Of a piece whose sizes change operators are taken apart later (`_at_sizes`): it may run as torch traced it.
+        sized = any(_changes(value) for value in inputs)
+        settings: dict[str, Any] = {} if way is None or sized else {"decompositions": decompositions()}
         again = self.rematerialise if self.rematerialise is not None else _device(inputs).type == "cuda"
         if self.memory is not None:
             planned = functools.partial(_planned, way=way)
@@ -223,7 +225,7 @@ class Backend:
 
     def _specialised(self, module: fx.GraphModule, inputs: list[Any], way: str | None) -> Callable[[list[Any]], Any]:
         """The program for the sizes of these inputs."""
-        static, tensors = _at_sizes(module, inputs)
+        static, tensors = _at_sizes(module, inputs, way)
         with AheadCompilers(None if way == "triton" else 0) as self.ahead:
             return self._compile(static, tensors, way)
 
@@ -241,7 +243,7 @@ def _with_signs(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     return signed
 
 
-def _at_sizes(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, list[Any]]:
+def _at_sizes(module: fx.GraphModule, inputs: Sequence[Any], way: str | None) -> tuple[fx.GraphModule, list[Any]]:
     """A piece with the sizes of these inputs as numbers, and the tensors among the inputs, which are all that it
     takes."""
 
@@ -251,14 +253,15 @@ def _at_sizes(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphMo
 
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
     with torch.no_grad():
-        return make_fx(at_these_sizes, tracing_mode="fake")(*tensors), tensors
+        table = decompositions() if way is not None else {}
+        return make_fx(at_these_sizes, decomposition_table=table, tracing_mode="fake")(*tensors), tensors
 
 
 def _general_program(
     module: fx.GraphModule, symbols: SymbolReader, made_up: Sequence[Sizes], way: str | None
 ) -> tuple[Callable[[list[Any]], Any], _Written]:
     """One function for all sizes, and the first of the programs that it was found from."""
-    programs = [_written(*_at_sizes(module, symbols.inputs_at(sizes)), way, kernels=False) for sizes in made_up]
+    programs = [_written(*_at_sizes(module, symbols.inputs_at(sizes), way), way, kernels=False) for sizes in made_up]
     first = programs[0]
     if any(each.lowered.held or each.kept != first.kept for each in programs):
         raise NotServedError("a piece that holds tensors")
