@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilemesh.comm import Communicator, run_threads
 from tilemesh.core.errors import RunError
-from tilemesh.methods.link import ASKED, STOPPED, PushFigures, ServerLink, even_cuts
+from tilemesh.methods.link import ASKED, PUSH, STOPPED, PushFigures, ServerLink, even_cuts
 from tilemesh.methods.record import ServerEvent, largest_lead, replay, staleness
 from tilemesh.methods.rules import Push
 from tilemesh.methods.server import Divergence, ParameterServer, SgdShard, mean_update
@@ -212,6 +212,25 @@ def test_a_worker_that_never_comes_back_leaves_the_others_to_go_on() -> None:
         return None
 
     assert run_threads(3, main)[2] == 5
+
+
+def test_a_worker_whose_gradient_is_on_its_way_is_not_silent() -> None:
+    class Silent:
+        """A communicator to which nothing comes."""
+
+        rank = 0
+
+        def irecv(self, tensor: Tensor, *_: object, **options: object) -> Tensor:
+            return tensor
+
+    server = ParameterServer(Silent(), [1, 2], SgdShard(torch.zeros(3), RATE), silence_s=60.0)  # type: ignore[arg-type]
+    mail = server._inbox[1]
+    mail.heard_s, mail.header[0] = -math.inf, PUSH
+    server._take(1, mail)
+    assert mail.handle is mail.body
+    server._asked[2] = time.monotonic()  # which waits for it
+    server._give_up_silent()
+    assert server.given_up == []
 
 
 def test_a_keeper_of_the_results_that_never_comes_back_is_named() -> None:

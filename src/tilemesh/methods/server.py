@@ -190,10 +190,7 @@ class ParameterServer:
         self.busy_s = self.nbytes = 0.0
         self._started, self._ended_s = started, time.monotonic()
         self._last: int | None = None  # who reads when all others have ended
-        self._told, self._is_over = (
-            link.GO_ON,
-            False,
-        )  # over: the last read is answered, and nothing is applied any more
+        self._told, self._is_over = link.GO_ON, False  # over: the last read is answered, nothing is applied any more
         self._gradients: dict[Push, tuple[Tensor, link.PushFigures]] = {}
         # Since each worker's last read: summed loss, targets, squares of means, updates, squares of pushes, pushes.
         self._applied = {worker: np.zeros(link.REPLY_FIELDS - 3) for worker in self.workers}
@@ -267,6 +264,7 @@ class ParameterServer:
             mail.body = (
                 torch.empty(first, dtype=torch.uint8) if kind == link.TELL else torch.empty_like(self.shard.weights)
             )
+            mail.heard_s = time.monotonic()  # it speaks, however long its gradient takes
             mail.handle = self.comm.irecv(mail.body, worker, link.GRADIENT, sized=False)
             return
         body, mail.body = mail.body, None
