@@ -665,6 +665,16 @@ def test_memory_and_pages_are_one_or_the_other(small: ServedModel) -> None:
         assert engine.limits.pages == 2 * CONTEXT // 16
 
 
+def test_a_container_has_no_more_memory_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert memory.free_cpu_bytes() > 0
+    monkeypatch.setattr(memory, "memory_bytes", lambda: 1 << 45)
+    free = memory.free_cpu_bytes()
+    monkeypatch.setattr(memory, "memory_bytes", lambda: free // 2)
+    assert 0 <= memory.free_cpu_bytes() < free // 2
+    monkeypatch.setattr(memory, "memory_bytes", lambda: 4096)
+    assert memory.free_cpu_bytes() == 0
+
+
 def test_engines_that_share_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_cpu_bytes", lambda: 1 << 20)
     pages = [

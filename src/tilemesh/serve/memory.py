@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
@@ -17,6 +16,7 @@ from tilemesh.core.errors import UsageError
 from tilemesh.core.ranges import Range
 from tilemesh.core.units import format_bytes
 from tilemesh.kernels.paged_attention.codes import code_bytes
+from tilemesh.measure.machine import memory_bytes
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.decoding import key_value_bytes
 from tilemesh.serve.config import EngineConfig
@@ -100,15 +100,17 @@ def choose_pages(
 
 
 def free_cpu_bytes() -> int:
-    """What can be had without swapping; where the system does not say, what it has in all."""
+    """What can be had without swapping, within what a container may have; where the system does not say, all of it."""
+    may_have = memory_bytes()
     try:
-        with open("/proc/meminfo") as lines:
+        with open("/proc/self/statm") as own, open("/proc/meminfo") as lines:
+            may_have -= int(own.read().split()[1]) * mmap.PAGESIZE
             for line in lines:
                 if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
+                    return max(0, min(may_have, int(line.split()[1]) * 1024))
     except OSError:
         pass
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return may_have
 
 
 def untouched_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
