@@ -391,6 +391,8 @@ def test_wrong_pairs_and_prompts_are_named(start: Path, tmp_path: Path) -> None:
         (["align.prompts_file=FILES/empty.jsonl"], "a prompt has at least one token"),
         (['align.rewards=["FILES/gone.py:s"]'], "is not there"),
         (['align.rewards=["task=x"]'], "expected NAME=WEIGHT"),
+        (['align.rewards=["task=nan"]'], "expected NAME=WEIGHT"),
+        (['align.rewards=["task=2", "task=1"]'], "task more than once"),
         (['align.rewards=["FILES/gone=0.5"]'], "FILES/gone"),
         (['align.rewards=["START=0.5"]'], "START"),
         (["align.reference=FILES/gone"], "FILES/gone"),

@@ -7,7 +7,8 @@ a dry run too: what is wrong is refused once, in the same words. No torch.
 
 from __future__ import annotations
 
-from contextlib import closing
+import math
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,7 +61,10 @@ class Scorer(NamedTuple):
 
 def read_scorers(align: FeedbackConfig) -> dict[str, Scorer]:
     """By name: the task's own score is `task`."""
-    weights = {TASK: 1.0} | dict(_weight(text) for text in align.rewards)
+    named = [_weight(text) for text in align.rewards]
+    weights = {TASK: 1.0} | dict(named)
+    if twice := {name for name, _ in named if sum(each == name for each, _ in named) > 1}:
+        raise UsageError(f"align.rewards has {min(twice)} more than once: give it one weight")
     return {
         name: Scorer(align.task, weight, False)
         if name == TASK
@@ -71,12 +75,12 @@ def read_scorers(align: FeedbackConfig) -> dict[str, Scorer]:
 
 def _weight(text: str) -> tuple[str, float]:
     name, equals, number = text.rpartition("=")
-    try:
-        return (name, float(number)) if equals else (number, 1.0)
-    except ValueError:
-        raise UsageError(
-            f"align.rewards has '{text}': expected NAME=WEIGHT, such as task=1 or check.py:score=0.5"
-        ) from None
+    if not equals:
+        return number, 1.0
+    with suppress(ValueError):
+        if math.isfinite(weight := float(number)):
+            return name, weight
+    raise UsageError(f"align.rewards has '{text}': expected NAME=WEIGHT, such as task=1 or check.py:score=0.5")
 
 
 def read_reward(folder: Path, beside: ModelConfig) -> ModelConfig:

@@ -177,7 +177,8 @@ class RolloutSource(Source):
         batch = self._batch
         assert batch is not None
         inner = (number - 1) % self.align.steps_per_batch
-        figures = self.objective.step_figures(loss, self._step_tokens(batch, inner % self.align.minibatches))
+        begin = inner % self.align.minibatches * self.align.rows
+        figures = self.objective.step_figures(loss, int(batch.rollout.trained[begin : begin + self.align.rows].sum()))
         held, self._held = self._held, {}
         seconds, self._timed.seconds = self._timed.seconds, {}
         # By the same weights: those of the engine are the trained ones until their first update.
@@ -370,10 +371,6 @@ class RolloutSource(Source):
         for micro in range(plan.accumulation):
             part = rows_of(rows, plan.dp, self.mesh.dp.index, plan.accumulation, micro)
             yield range(minibatch * rows + part.start, minibatch * rows + part.stop)
-
-    def _step_tokens(self, batch: RolloutBatch, minibatch: int) -> int:
-        rows = self.align.rows
-        return int(batch.rollout.trained[minibatch * rows : (minibatch + 1) * rows].sum())
 
     def _microbatches(self, batch: RolloutBatch, minibatch: int, weight: Floats) -> list[Microbatch]:
         sampled = batch.rollout.logprobs[batch.rollout.trainable]
