@@ -159,9 +159,13 @@ def test_a_sum_in_float32_beside_16_bits():
     assert excess(y, exact, allowed) is None
 
 
-@pytest.mark.parametrize("columns", [40, 40_000])
+@pytest.mark.parametrize("columns", [40, 201])
 @pytest.mark.parametrize("name", ["add_rms_norm", "add_layer_norm"])
-def test_a_float64_residual_beside_a_float32_x_is_summed_and_normalized_in_float64(name, columns):
+def test_a_float64_residual_beside_a_float32_x_is_summed_and_normalized_in_float64(name, columns, monkeypatch):
+    """Of rows in one block, and of those in four."""
+    sizes = dict.fromkeys(("LONGEST_FORWARD", "LONGEST_ALONE", "LONGEST_SUMMED", "LONGEST_INVARIANT"), 99)
+    for size in (sizes | {"_LONG_BLOCK": 64}).items():
+        monkeypatch.setattr(norm_kernels, *size)
     tensors = normal(6, columns, dtype=torch.float32), normal(6, columns, seed=1), normal(columns, seed=2)
     results = []
     for implementation in ("torch", "interpret"):
@@ -233,9 +237,10 @@ def test_the_loss_by_finite_differences(reduction, options):
     assert torch.autograd.gradcheck(lambda x: kernels.cross_entropy(x, target, **options), (logits,), fast_mode=True)
 
 
-def test_gradients_of_vectors_repeat_bit_for_bit():
+def test_gradients_of_vectors_repeat_bit_for_bit(monkeypatch):
+    monkeypatch.setattr(norm_kernels, "_MANY_PROGRAMS", 26)  # a program takes four rows at once, as of many
     x, weight, bias = (
-        normal(300, 70, dtype=torch.float32, grad=True),
+        normal(100, 70, dtype=torch.float32, grad=True),
         *(normal(70, seed=seed, dtype=torch.float32, grad=True) for seed in (1, 2)),
     )
     found = []
@@ -299,16 +304,16 @@ def test_how_a_norms_forward_pass_adds_up_a_row_does_not_follow_from_the_number_
 )
 @pytest.mark.parametrize("centred", [False, True])
 def test_norms_of_rows_too_long_for_registers(centred, adds, alone, few, monkeypatch):
-    """In seven blocks, the last of them ragged; backward too, or with registers for x's gradient alone; of few rows by
+    """In four blocks, the last of them ragged; backward too, or with registers for x's gradient alone; of few rows by
     a program for each block."""
     sizes = {"LONGEST_FORWARD": 99, "LONGEST_ALONE": alone, "LONGEST_SUMMED": 99, "_LONG_BLOCK": 64}
     sizes |= {"LONGEST_INVARIANT": 99, "_FEW_ROWS": few, "_FEW_ROWS_BACK": few}
-    for name, size in (sizes | {"_SUMMED_ROWS": 4}).items():
+    for name, size in (sizes | {"_SUMMED_ROWS": 4, "_SUMMED_COLUMNS": 128}).items():
         monkeypatch.setattr(norm_kernels, name, size)
-    x, weight, bias = normal(9, 401, dtype=torch.float32), normal(401, seed=1), normal(401, seed=2)
+    x, weight, bias = normal(9, 201, dtype=torch.float32), normal(201, seed=1), normal(201, seed=2)
     x = (x + 1000.0).requires_grad_()  # squares share six digits
     wide = x.detach().double().requires_grad_()
-    residual = normal(9, 401, seed=3, dtype=torch.float32) if adds else None
+    residual = normal(9, 201, seed=3, dtype=torch.float32) if adds else None
     vectors = [each.float().requires_grad_() for each in ((weight, bias) if centred else (weight,))]
     name = ("add_" if adds else "") + ("layer_norm" if centred else "rms_norm")
     y = getattr(kernels, name)(x, *([residual] if adds else []), *vectors, eps=1e-5, **INTERPRET)
@@ -317,7 +322,7 @@ def test_norms_of_rows_too_long_for_registers(centred, adds, alone, few, monkeyp
     exact = norms.exact(wide if residual is None else wide + residual, *plain, eps=1e-5, centred=centred)
     assert excess(y, norms.exact(total, *plain, eps=1e-5, centred=centred),
                   norms.error_bound(total.detach(), *vectors, eps=1e-5, centred=centred)) is None  # fmt: skip
-    slopes = normal(9, 401, seed=4, dtype=torch.float32)
+    slopes = normal(9, 201, seed=4, dtype=torch.float32)
     mine = torch.autograd.grad(y, (x, *vectors), slopes)
     for found, true in zip(mine, torch.autograd.grad(exact, (wide, *plain), slopes.double()), strict=True):
         assert (found - true).norm() <= 3e-4 * true.norm()  # 1000 is rounded to 6e-5, of elements about 1
