@@ -318,6 +318,7 @@ for owner in (torch.backends.cuda.matmul, torch.backends):
 """
 
 
+@pytest.mark.usefixtures("warm")
 def test_torchs_newer_precision_setting_is_read():
     """Each in a process of its own: the setting cannot be taken back once the two ways were mixed."""
     subprocess.run([sys.executable, "-c", NEWER_PRECISION], check=True, timeout=60)

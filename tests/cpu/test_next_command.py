@@ -93,6 +93,7 @@ def test_the_smallest_recipe_that_costs_nothing_is_next() -> None:
     assert after_recipes("runs/a", points[2:]).words.split()[3] == "int2"
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_run_its_page_and_its_grade_say_what_is_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

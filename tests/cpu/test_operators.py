@@ -289,15 +289,6 @@ def test_cost_counts_each_element_once():
     assert (work.bytes_read, work.bytes_written, work.flops) == (2 * (3000 + 60), 6000, 6000)
 
 
-def test_a_folder_does_not_take_the_functions_name():
-    code = (
-        "import tilemesh as tm, tilemesh.kernels.scale_shift.cost; from tilemesh.kernels.scale_shift import cost; "
-        "assert callable(tm.kernels.scale_shift) and callable(cost.cost); from tilemesh.kernels import scale_shift; "
-        "assert scale_shift is tm.kernels.scale_shift"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
 # ---- the registry ----------------------------------------------------------------------------------------------------
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import Tensor
@@ -88,12 +85,3 @@ def test_one_section_of_a_configuration_is_read_without_the_others() -> None:
         section(ModelConfig, "model", "model = 3", "config.toml")
     with pytest.raises(UsageError, match="widht"):
         section(ModelConfig, "model", "[model]\nwidht = 3", "config.toml")
-
-
-def test_reading_and_sampling_load_no_training() -> None:
-    code = (
-        "import tilemesh.model.read, tilemesh.model.sampling, tilemesh.runs.reader, tilemesh.data.corpus, sys; "
-        "print([name for name in sys.modules if name.startswith('tilemesh.train')])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
