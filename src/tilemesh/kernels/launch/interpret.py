@@ -31,8 +31,10 @@ from tilemesh.core.errors import UsageError
 from tilemesh.kernels.launch.steps import Argument, Descriptor, LaunchPlan, Pointer, check_names, is_double
 from tilemesh.kernels.launch.tensors import dtype_name
 
-# What the interpreter changes of Triton's language.
-_PATCHED: tuple[Any, ...] = (tl, tl.core, tl.math, tl.standard, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base)
+# What the interpreter changes of Triton's language, and where we change the interpreter.
+_PATCHED: tuple[Any, ...] = (
+    *(tl, tl.core, tl.math, tl.standard, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base), interpreter
+)  # fmt: skip
 
 
 _one_at_a_time = threading.Lock()  # Triton's interpreter has one state for all threads
@@ -57,11 +59,8 @@ def run(plan: LaunchPlan, tensors: Mapping[str, Tensor | None], written: Sequenc
             raise UsageError(f"kernel {name} is CUDA C++, which is not interpreted: use 'auto' or 'torch'")
         real = tl.float64 if is_double(step, dtypes) else tl.float32
         arguments = {name: _value(argument, held, real) for name, argument in step.arguments.items()}
-        with (
-            _one_at_a_time,
-            _interpreting(),
-            np.errstate(all="ignore"),
-        ):  # a GPU does not warn of log(0) in padded rows either
+        # A GPU does not warn of log(0) in padded rows either.
+        with _one_at_a_time, _interpreting(), np.errstate(all="ignore"):
             getattr(_interpreted(module), name)[(*step.grid, 1)](**arguments, **step.constants)
     for name in written:
         target, made = tensors[name], held[name]
@@ -108,7 +107,11 @@ def _language() -> list[tuple[Any, str, Any]]:
 def _interpreting() -> Iterator[None]:
     """Triton's language in its interpreted form, and as it was afterwards."""
     language = _language()
-    with _restored(), _loop_bounds():
+    with _restored():
+        # Triton patches its language again at each call of a function by a kernel, which is a fifth of its time.
+        interpreter._patch_lang = functools.cache(interpreter._patch_lang)
+        if not _converts_scalars():
+            _correct_loop_bounds()
         for place, name, value in language:
             setattr(place, name, value)
         yield
@@ -132,16 +135,12 @@ def _restored() -> Iterator[None]:
                     setattr(place, name, names[name])
 
 
-@contextlib.contextmanager
-def _loop_bounds() -> Iterator[None]:
+def _correct_loop_bounds() -> None:
     """Lets a scalar of a kernel be a loop's bound, where Triton and numpy together do not.
 
     The interpreter holds scalars as arrays of one element. Triton 3.6 makes them numbers by `int(array)`, which numpy
-    refuses from 2.5 on. Triton sets its methods anew at each call of a function: the place where is what to correct.
+    refuses from 2.5 on. Triton sets its methods anew for each module: the place where is what to correct.
     """
-    if _converts_scalars():
-        yield
-        return
     patch = interpreter._patch_lang_tensor
 
     def patch_and_correct(tensor: Any, scope: Any) -> None:
@@ -149,10 +148,6 @@ def _loop_bounds() -> Iterator[None]:
         scope.set_attr(tensor, "__index__", lambda scalar: int(scalar.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_and_correct
-    try:
-        yield
-    finally:
-        interpreter._patch_lang_tensor = patch
 
 
 @functools.cache
