@@ -187,7 +187,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(start: Path, tmp_p
 )
 def test_ranks_and_microbatches_change_nothing(start: Path, tmp_path: Path, algorithm: str) -> None:
     """dp x tp, in float64: the same answers, losses and weights as one process, to 1e-10."""
-    sets = (f"align.algorithm={algorithm}", "plan.precision=fp64", "train.steps=3", "optimizer.name=sgd",
+    sets = (f"align.algorithm={algorithm}", "plan.precision=fp64", "train.steps=2", "optimizer.name=sgd",
             "optimizer.lr=0.05", "optimizer.momentum=0")  # fmt: skip
     alone = on_ranks(made(start, *sets, "plan.microbatch=16"), start, tmp_path / "alone")
     assert all(line["norm"] > 0 and line["reward"] > 0 for line in steps_of(alone))
