@@ -51,9 +51,12 @@ def warm() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: a collection (one before each measurement, for example) need not look at it again."""
+    """What was imported stays: a collection (one before each measurement, for example) need not look at it again.
+
+    Nor need one begin with every 700 new objects: a test makes thousands, and a file ends with a collection."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 10)
     gc.enable()
 
 
