@@ -51,8 +51,8 @@ SMALL = (
 )  # fmt: skip
 SGD = ("optimizer.name=sgd", "optimizer.momentum=0", "optimizer.lr=0.1")
 LOCAL = (
-    "train.method=local", "method.period=4", "method.outer_lr=0.7", "method.outer_momentum=0.9", "model.layers=4",
-    "model.tied=true", "optimizer.clip=0.5", "train.batch=8",
+    "train.method=local", "method.period=2", "train.steps=4", "method.outer_lr=0.7", "method.outer_momentum=0.9",
+    "model.layers=4", "model.tied=true", "optimizer.clip=0.5", "train.batch=8",
 )  # fmt: skip
 PIPED = ("model.layers=2", "model.tied=false")
 TEXT = Path(__file__)
@@ -258,7 +258,7 @@ def test_local_updates_of_replicas_that_are_meshes(replicas: Path, tmp_path: Pat
     assert figures["spread"] == pytest.approx(folders.read_small(replicas, SUMMARY)["method"]["spread"], rel=1e-8)
 
 
-SERVED = ("model.layers=4", "model.tied=true", "optimizer.clip=0.5", "train.batch=8", "train.steps=5")
+SERVED = ("model.layers=4", "model.tied=true", "optimizer.clip=0.5", "train.batch=8", "train.steps=3")
 
 
 @pytest.fixture(scope="module")
