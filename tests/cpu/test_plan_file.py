@@ -9,6 +9,7 @@ import pytest
 
 from tilemesh.align.config import load as load_align
 from tilemesh.align.placement import run_placement
+from tilemesh.cli.commands.bench import redirect
 from tilemesh.cli.commands.bench.serve import ServeBenchOptions
 from tilemesh.cli.commands.serve import ServeOptions
 from tilemesh.cli.main import main
@@ -52,6 +53,17 @@ def test_every_kind_has_its_layout_its_section_and_its_model(kind: str, files: P
     assert plan.layout.world == (1 if kind == "align" else 2)  # of a split placement the ranks that train
     assert plan.sections.keys() == set(SECTIONS[kind])
     assert ModelConfig(**plan.sections["model"]) == preset("tiny")
+
+
+def test_bench_takes_a_plan_by_its_kind(files: Path) -> None:
+    for kind in ("train", "serve"):
+        plan = str(files / f"{kind}.toml")
+        assert redirect(["--plan", plan, "--json", "-"]) == [kind, "--plan", plan, "--json", "-"]
+        assert redirect([f"--plan={plan}", "tiny"]) == [kind, f"--plan={plan}", "tiny"]
+    assert redirect(["train", "--plan", "a"]) == ["train", "--plan", "a"]
+    assert redirect([]) == []
+    with pytest.raises(UsageError, match="does not exist"):
+        redirect(["--plan", str(files / "none.toml")])
 
 
 def test_each_kind_is_refused_where_another_is_run(files: Path) -> None:

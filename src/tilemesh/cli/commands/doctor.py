@@ -174,17 +174,11 @@ def inventory() -> dict[str, str]:
     total = os.cpu_count() or machine.cores
     bound = "" if machine.cores == total else f" of {total} (affinity or container bound)"
     return {
-        "processor": machine.cpu,
-        "cores": f"{machine.cores}{bound}",
-        "memory": format_bytes(machine.memory_bytes),
-        "shared memory": _shared_memory(),
-        "GPU": ", ".join(machine.gpus) or "none",
-        "python": f"{sys.version.split()[0]}  {sys.executable}",
-        "torch": _where("torch"),
-        "triton": _where("triton"),
-        "mpi4py": _where("mpi4py"),
-        "mpiexec": _mpiexec(),
-    }
+        "processor": machine.cpu, "cores": f"{machine.cores}{bound}", "memory": format_bytes(machine.memory_bytes),
+        "shared memory": _shared_memory(), "GPU": ", ".join(machine.gpus) or "none",
+        "python": f"{sys.version.split()[0]}  {sys.executable}", "torch": _where("torch"),
+        "triton": _where("triton"), "mpi4py": _where("mpi4py"), "mpiexec": _mpiexec(),
+    }  # fmt: skip
 
 
 def _shared_memory() -> str:
