@@ -192,6 +192,23 @@ def test_bits_per_byte_of_bytes_are_nats_over_ln_2(text: str, tmp_path: Path) ->
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["bits_per_byte"] == line["bits_per_byte"]
 
 
+def test_a_step_in_which_no_target_counts_has_no_loss(tmp_path: Path) -> None:
+    """Its mean over nothing would be the best of all."""
+    talk = {
+        "messages": [{"role": "user", "content": "why? " * 16}, {"role": "assistant", "content": "Because it is so."}]
+    }
+    (tmp_path / "talk.jsonl").write_text("\n".join(json.dumps(talk) for _ in range(40)))
+    sets = (
+        "data.chat=true,data.held_out=0,model.context=16,train.batch=1,plan.microbatch=1,train.steps=12,sample.tokens=0"
+    )
+    trained(made(str(tmp_path / "talk.jsonl"), "dp=1,tp=1", sets), tmp_path / "run")
+    steps = [line for line in latest(tmp_path / "run") if line["kind"] == "step"]
+    losses = [line["loss"] for line in steps if "loss" in line]
+    assert 0 < len(losses) < len(steps) == 12
+    assert min(losses) > 1
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["loss"] == losses[-1]
+
+
 def test_what_is_held_out_and_holds_no_sequence_is_said_and_no_loss_to_go_by(text: str) -> None:
     short = "data.held_out=0.005,model.context=256,evaluate.every=1,evaluate.sequences=4"
     lessons = Lessons(made(text, "dp=1,tp=1", short))

@@ -283,7 +283,8 @@ class Loop:
             self._figures |= {figures.step: figures for figures in self.laid.gradients.over_replicas(self._alone)}
             self._alone = []
         if values:
-            self.progress.loss = values[-1].loss if self._alone else self._figures[values[-1].step].loss
+            last = values[-1] if self._alone else self._figures[values[-1].step]
+            self.progress.loss = last.loss if last.tokens else self.progress.loss
         return values
 
     def _is_due(self, every: int) -> bool:
@@ -453,11 +454,13 @@ class Loop:
             return
         for step, line in self._lines:
             figures = self._figures.pop(step)
-            line = {"loss": figures.loss, "norm": figures.norm if math.isfinite(figures.norm) else None, **line}
+            line = {"norm": figures.norm if math.isfinite(figures.norm) else None, **line}
+            if figures.tokens:  # a batch in which no target counts, of long questions say, has no loss
+                line = {"loss": figures.loss, **line}
+                self.recorder.trace.counter("loss", figures.loss)
             self.journal.add(STEP, step, **line)
             if self.loggers is not None:
                 self.loggers.add(step, line)
-            self.recorder.trace.counter("loss", figures.loss)
         self._lines = []
         left = (config.train.steps - progress.step) * median
         self.emit(

@@ -19,7 +19,8 @@ LINE_EVERY_S = 2.0  # in a log; a bar shows every step
 
 def step_words(event: Mapping[str, Any]) -> str:
     """One step in a line of a log."""
-    parts = [f"step {event['step']:>5}/{event['steps']}", f"loss {event['loss']:.4f}"]
+    loss = f"loss {event['loss']:.4f}" if "loss" in event else "no target counts"
+    parts = [f"step {event['step']:>5}/{event['steps']}", loss]
     reward, held_out = event.get("reward"), event.get("held_out")
     if reward is not None:
         parts.append(f"reward {reward:.4f}")
@@ -91,7 +92,8 @@ class Shown:
             self._task = self._bar.add_task("", total=event["steps"])
             self._bar.start()
         assert self._task is not None
-        first = f"loss {event['loss']:.3f}" if event.get("reward") is None else f"reward {event['reward']:.3f}"
+        name = "loss" if event.get("reward") is None else "reward"
+        first = f"{name} {event[name]:.3f}" if name in event else "no target counts"
         rate = f"{event.get('counts', 'tokens')}/s"
         words = f"{first}  {format_rate(event['tokens_per_s'], rate)}  {format_bytes(event['memory_bytes'])} per rank"
         self._bar.update(self._task, completed=event["step"], description=words)
