@@ -28,7 +28,7 @@ from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step.book import build as build_step
 from tilemesh.core.step.simulate import StepTimes, simulate
-from tilemesh.core.tensor_placement import SILENT, S, TensorPlacement, exchange_of
+from tilemesh.core.tensor_placement import SILENT, S, TensorPlacement, exchange_of, parse
 from tilemesh.graph.build import argument
 from tilemesh.graph.evaluate import run_numpy
 from tilemesh.graph.ir import Graph, Node, make, ordered
@@ -42,7 +42,7 @@ from tilemesh.plan.place.cost import MeshCost
 from tilemesh.plan.place.exchange import exchange_steps
 from tilemesh.plan.place.overlap import begun_early
 from tilemesh.plan.place.problem import Chosen, Moment, PlacementProblem, Transfer
-from tilemesh.plan.place.propagate import PlacedGraph
+from tilemesh.plan.place.propagate import PlacedGraph, propagate
 from tilemesh.plan.place.rules import EXCHANGES
 from tilemesh.plan.place.space import PlacementSpace
 
@@ -534,3 +534,16 @@ def test_a_turned_tensor_has_a_price_of_its_own() -> None:
     cost, cut = MeshCost((("dp", 4),), parse_cluster("4xh100")), TensorPlacement((("dp", S(1)),))
     dear, cheap = (cost.exchange(node, cut, TensorPlacement())[0] for node in (x, turned))
     assert dear > cheap
+
+
+def test_what_a_max_is_looked_for_in_again_is_summed_once() -> None:
+    """Sums over two axes in two orders may differ in their last bit: none would be the largest, its gradient lost."""
+    x, w, axes = argument("x", (8, 99), "float64"), argument("w", (99, 8), "float64"), (("tp", 2), ("dp", 2))
+    y = make("reshape", make("dot", x, w), shape=(64,))
+    top = make("broadcast", make("amax", y, dims=(0,)), shape=(64,), dims=())
+    graph = Graph((x, w), (make("cast", make("compare", top, y, kind="equal"), dtype="float64"),))
+    space = PlacementSpace(graph, MeshCost(axes, parse_cluster("4xh100")))
+    placed = [space.placed(at_random(space.problem, 1, seed).choice or ()) for seed in range(20)]
+    placed.append(propagate(graph, {"x": parse("tp:S1,dp:S1")}, axes))
+    assert {mark.kind for each in placed for _, mark in each.placements[y]} <= {"S", "R"}
+    assert {mark.kind for _, mark in placed[-1].given[y.inputs[0]]} == {"P"}

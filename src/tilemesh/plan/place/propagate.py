@@ -18,7 +18,7 @@ from tilemesh.core.axes import Axes
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.tensor_placement import SILENT, Mark, P, R, S, TensorPlacement, V, can_follow, exchange_of
 from tilemesh.graph.ir import Graph, Node, users
-from tilemesh.plan.place.rules import OpaqueRule, Way, ways
+from tilemesh.plan.place.rules import OpaqueRule, Way, summed_once, ways
 
 DTYPE_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bool": 1, "int8": 1, "uint8": 1}
 """Others have 2."""
@@ -168,6 +168,7 @@ class _Placing:
     def __init__(self, graph: Graph, axes: Axes, opaque: Mapping[str, OpaqueRule]) -> None:
         self.graph, self.axes, self.opaque = graph, axes, opaque
         self.order = graph.nodes()
+        self.once = summed_once(self.order)
         self.number = {node: number for number, node in enumerate(self.order)}
         self.readers = {node: list(dict.fromkeys(readers)) for node, readers in users(self.order).items()}
         self.placements: dict[Node, TensorPlacement] = dict.fromkeys(self.order, TensorPlacement())
@@ -259,7 +260,10 @@ class _Placing:
         if all(mark == R for mark in known) or not self.is_worth(node, known) or node.op == "broadcast":
             return None  # what is repeated follows its readers: a bias that is cut does not cut what it is added to
         results = {way.output for way in self.ways[node] if way.output != V and self.is_free(node, way, marks)}
-        return results.pop() if len(results) == 1 else None
+        return self.summed(node, results.pop()) if len(results) == 1 else None
+
+    def summed(self, node: Node, mark: Mark) -> Mark:
+        return R if mark == P and node in self.once else mark
 
     def is_worth(self, node: Node, known: Sequence[Mark]) -> bool:
         """Parts of a sum are passed on as long as they do not become larger."""
@@ -313,7 +317,8 @@ class _Placing:
                 cost += self.cost(node, P, R)  # somebody has to make the sum
             elif is_sum and way.output.kind == "S":
                 cost += self.cost(node, way.output, R)  # somebody will want all of it: the sum at once costs no more
-            wishes[way.output] = min(cost, wishes.get(way.output, math.inf))
+            mark = self.summed(node, way.output)
+            wishes[mark] = min(cost, wishes.get(mark, math.inf))
         if node.op == "input":
             wanted = [wish for reader in self.readers[node] for wish in self.backward(node, reader, marks)]
             wishes = {mark: sum(self.cost(node, mark, other) for other in wanted) for mark in dict.fromkeys(wanted)}

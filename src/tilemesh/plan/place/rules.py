@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -71,6 +71,20 @@ def ways(
 def is_random(node: Node) -> bool:
     """Whether an operator draws numbers: ranks that draw each for themselves have different ones."""
     return bool(re.search(r"rand|bernoulli|dropout|multinomial|normal_|uniform|exponential", str(node["target"])))
+
+
+def summed_once(order: Iterable[Node]) -> set[Node]:
+    """Values whose largest element is looked for among them again, as a max's gradient does: never parts of a sum,
+    which two readers might sum in two orders, so that none of them is the largest."""
+    pairs = {(node.op, owner(value)) for node in order for value in node.inputs if node.op in ("amax", "compare")}
+    return {value for op, value in pairs if op == "amax" and ("compare", value) in pairs}
+
+
+def owner(node: Node) -> Node:
+    """Whose memory a view names."""
+    while node.inputs and not node.launched:
+        node = node.inputs[0]
+    return node
 
 
 def _has_room(node: Node, way: Way, ranks: int, before: Before) -> bool:

@@ -24,7 +24,7 @@ from tilemesh.plan.place.cost import MeshCost
 from tilemesh.plan.place.local import local_graph
 from tilemesh.plan.place.problem import Moment, PlacementProblem, Transfer
 from tilemesh.plan.place.propagate import PlacedExchange, PlacedGraph, name_of
-from tilemesh.plan.place.rules import ELEMENTWISE, Before, OpaqueRule, Way, ways
+from tilemesh.plan.place.rules import ELEMENTWISE, Before, OpaqueRule, Way, owner, summed_once, ways
 
 Choice = tuple[tuple[TensorPlacement, ...], TensorPlacement]
 """As what an operator takes its inputs, and what it gives."""
@@ -52,7 +52,7 @@ class PlacementSpace:
         self.in_place, self.ends, self.opaque = in_place, ends, opaque
         self.order = _scheduled(graph)
         self._forward = frozenset(ordered(graph.outputs[:1]))
-        self.readers = users(self.order)
+        self.readers, self._once = users(self.order), summed_once(self.order)
         self._free = self._constants()
         self._ways: dict[object, list[Choice]] = {}
         self._kinds: dict[object, int] = {}
@@ -107,7 +107,8 @@ class PlacementSpace:
                     self._partial.add(node)
                 continue
             above = self.kind[followed]
-            key = (_signature(node), leader, self.variable[above], tuple(given for _, given in self.choices[above]))
+            own_key = (_signature(node), node in self._once, leader)
+            key = (own_key, self.variable[above], tuple(given for _, given in self.choices[above]))
             if key in self._kinds:
                 self.kind[node] = self._kinds[key]
             else:
@@ -133,9 +134,11 @@ class PlacementSpace:
             marks = (*way.inputs, way.output)
             if node.op == "broadcast" and way.inputs[0] == R and way.output != R:
                 return False  # repeated whole and cut after, which sends nothing
+            if way.output == P and node in self._once:
+                return False
             return V not in marks and (P not in way.inputs or (adds and set(marks) == {P}))
 
-        key = (_signature(node), adds)
+        key = (_signature(node), adds, node in self._once)
         if key not in self._ways:
             self._ways[key] = list(self._combined(node, allowed))
         if not self._ways[key]:
@@ -161,9 +164,10 @@ class PlacementSpace:
     def _following(self, node: Node, leader: int, placement: TensorPlacement) -> Choice:
         """The way that takes one input as it lies; along axes where there is none, that takes all whole."""
         taken, given = (TensorPlacement(),) * len(node.inputs), TensorPlacement()
+        bad = (V, P) if node in self._once else (V,)
         for axis, ranks in self.cost.axes:
             options = ways(node, ranks, self._pieces(node, taken, given), self.opaque)
-            fits = [way for way in options if way.inputs[leader] == placement[axis] and way.output != V]
+            fits = [way for way in options if way.inputs[leader] == placement[axis] and way.output not in bad]
             way = min(fits, key=lambda way: way.inputs.count(P), default=options[0])
             taken = tuple(old.put(axis, new) for old, new in zip(taken, way.inputs, strict=True))
             given = given.put(axis, way.output)
@@ -281,8 +285,8 @@ class PlacementSpace:
         dies: dict[Node, int] = {}
         for place, node in enumerate(self.order):
             for value in node.inputs:
-                dies[_owner(value)] = place
-        kept = {_owner(node) for node in self.graph.outputs}
+                dies[owner(value)] = place
+        kept = {owner(node) for node in self.graph.outputs}
         ending: dict[int, list[Node]] = {}
         for node in self.order:
             if self._has_memory(node) and node not in kept and node.op != "input":
@@ -388,13 +392,6 @@ def _colours(order: Sequence[Node], readers: Mapping[Node, list[Node]]) -> dict[
             for node in order
         }
     return colours
-
-
-def _owner(node: Node) -> Node:
-    """Whose memory a view names."""
-    while node.inputs and not node.launched:
-        node = node.inputs[0]
-    return node
 
 
 def _summed(placement: TensorPlacement) -> TensorPlacement:
