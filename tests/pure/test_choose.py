@@ -547,3 +547,12 @@ def test_what_a_max_is_looked_for_in_again_is_summed_once() -> None:
     placed.append(propagate(graph, {"x": parse("tp:S1,dp:S1")}, axes))
     assert {mark.kind for each in placed for _, mark in each.placements[y]} <= {"S", "R"}
     assert {mark.kind for _, mark in placed[-1].given[y.inputs[0]]} == {"P"}
+
+
+def test_new_values_of_an_input_that_nobody_reads_are_placed() -> None:
+    """As a spectral norm's vector is written, and made anew in each call."""
+    x, old, axes = argument("x", (8,), "float64"), argument("old", (8,), "float64"), (("tp", 2),)
+    space = PlacementSpace(
+        Graph((x, old), (new := make("add", x, x),)), MeshCost(axes, parse_cluster("2xh100")), {new: old}
+    )
+    assert space.result(new, choose(space.problem, "greedy").choice or ()) == TensorPlacement()

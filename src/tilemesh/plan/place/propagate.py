@@ -234,6 +234,8 @@ class _Placing:
                 node = self.order[-heapq.heappop(self.behind)]
                 if node not in marks and node.op not in ("constant", "iota"):
                     wishes = {wish for reader in self.readers[node] for wish in self.backward(node, reader, marks)}
+                    if node.dtype == "tuple":  # which cannot be turned into another placement afterwards
+                        wishes &= {way.output for way in self.ways[node]}
                     self.mark(node, wishes.pop() if len(wishes) == 1 else None, marks)
 
     def mark(self, node: Node, mark: Mark | None, marks: Marks) -> None:

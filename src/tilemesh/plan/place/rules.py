@@ -74,8 +74,7 @@ def is_random(node: Node) -> bool:
 
 
 def summed_once(order: Iterable[Node]) -> set[Node]:
-    """Values whose largest element is looked for among them again, as a max's gradient does: never parts of a sum,
-    which two readers might sum in two orders, so that none of them is the largest."""
+    """Values whose largest element is looked for again, by a max's gradient: readers may sum parts in other orders."""
     pairs = {(node.op, owner(value)) for node in order for value in node.inputs if node.op in ("amax", "compare")}
     return {value for op, value in pairs if op == "amax" and ("compare", value) in pairs}
 

@@ -48,11 +48,12 @@ class PlacementSpace:
         ends: Mapping[Node, TensorPlacement] = MappingProxyType({}),
         opaque: Mapping[str, OpaqueRule] = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        self.graph, self.cost, self.carried = graph, cost, dict(carried or {})
-        self.in_place, self.ends, self.opaque = in_place, ends, opaque
+        self.graph, self.cost, self.in_place, self.opaque = graph, cost, in_place, opaque
         self.order = _scheduled(graph)
-        self._forward = frozenset(ordered(graph.outputs[:1]))
         self.readers, self._once = users(self.order), summed_once(self.order)
+        self.carried = {new: old for new, old in (carried or {}).items() if old in self.readers}
+        self.ends = {**dict.fromkeys(carried or {}, TensorPlacement()), **ends}  # an input that nobody reads is whole
+        self._forward = frozenset(ordered(graph.outputs[:1]))
         self._free = self._constants()
         self._ways: dict[object, list[Choice]] = {}
         self._kinds: dict[object, int] = {}
@@ -107,8 +108,8 @@ class PlacementSpace:
                     self._partial.add(node)
                 continue
             above = self.kind[followed]
-            own_key = (_signature(node), node in self._once, leader)
-            key = (own_key, self.variable[above], tuple(given for _, given in self.choices[above]))
+            lies = (self.variable[above], tuple(given for _, given in self.choices[above]))
+            key = (_signature(node), node in self._once, leader, *lies)
             if key in self._kinds:
                 self.kind[node] = self._kinds[key]
             else:
@@ -134,9 +135,8 @@ class PlacementSpace:
             marks = (*way.inputs, way.output)
             if node.op == "broadcast" and way.inputs[0] == R and way.output != R:
                 return False  # repeated whole and cut after, which sends nothing
-            if way.output == P and node in self._once:
-                return False
-            return V not in marks and (P not in way.inputs or (adds and set(marks) == {P}))
+            is_made_once = way.output != P or node not in self._once
+            return V not in marks and is_made_once and (P not in way.inputs or (adds and set(marks) == {P}))
 
         key = (_signature(node), adds, node in self._once)
         if key not in self._ways:
