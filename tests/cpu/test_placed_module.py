@@ -477,3 +477,27 @@ class OneHot(nn.Linear):
 def test_a_check_of_values_is_refused_in_words() -> None:
     with pytest.raises(UsageError, match=r"\(one_hot: Class values must be non-negative.\): leave it out; one_hot"):
         trace_joint(OneHot(6, 4, dtype=D), ModuleCall.example(batch()[:1]))
+
+
+class Powers(nn.Linear):
+    powers = (1,)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        return sum(super(Powers, self).forward(input).pow(each).mean() for each in self.powers)
+
+
+def test_a_list_of_numbers_and_attributes_of_the_module_itself_count() -> None:
+    module, x = Powers(6, 4, dtype=D), batch()[0]
+
+    def values(module: Any) -> Any:
+        first = module(x).item()
+        module.powers = [2, 3]
+        return first, module(x).item()
+
+    got = run_threads(2, lambda comm: values(place(module, Mesh(comm, dp=2), ROWS, [x])))
+    assert got[0] == pytest.approx(values(copy.deepcopy(module)), abs=TOLERANCE)
+
+
+def test_an_operator_with_several_results_is_not_cut_where_it_cannot_be() -> None:
+    module = nn.Sequential(nn.Linear(6, 8, dtype=D), nn.PReLU(8, dtype=D))
+    require_equal(module, batch()[:1], {"tp": 2}, {"0.weight": "tp:S0"}, loss=Tensor.sum)

@@ -197,13 +197,10 @@ def trace_joint(
         # A result that is an input, or another result, is a tensor of its own.
         return [*(leaf.clone() for leaf in outputs), *(after[name].detach() for name in buffers)]
 
-    device = call.tensors[0].device
     with FakeTensorMode(allow_non_fake_inputs=True):
         fakes = [
-            torch.empty(
-                tuple((shapes or {}).get(name, value.shape)), dtype=value.dtype, device=device,
-                requires_grad=has_gradients and value.requires_grad,
-            )
+            torch.empty(tuple((shapes or {}).get(name, value.shape)), dtype=value.dtype, device=call.tensors[0].device,
+                        requires_grad=has_gradients and value.requires_grad)
             for name, value in (*parameters.items(), *buffers.items(), *zip(call.names, call.tensors, strict=True))
         ]  # fmt: skip
     try:
@@ -235,6 +232,13 @@ def trace_joint(
     )  # fmt: skip
 
 
+def settings(module: nn.Module) -> tuple[str, ...]:
+    """What a program keeps as it was traced, in words: numbers, words and nests of them that modules have."""
+    own = [value for each in module.modules() for key, value in vars(each).items() if key[0] != "_"]
+    nests = (pytree.tree_leaves(value) if isinstance(value, list | tuple | dict) else [value] for value in own)
+    return tuple(repr(each) for each, nest in zip(own, nests, strict=True) if all(isinstance(x, _PLAIN) for x in nest))
+
+
 def _require_steady(original: nn.Module, called: nn.Module) -> None:
     for (name, before), after in zip(original.named_modules(), called.modules(), strict=False):
         for key, value in vars(before).items():
@@ -258,9 +262,7 @@ def _require_read_by_name(owned: Mapping[str, Tensor], held: Mapping[str, Tensor
 def _require_alike(name: str, before: Tensor, after: Tensor) -> None:
     if (after.shape, after.dtype) != (before.shape, before.dtype):
         was, now = (f"{value.dtype} {list(value.shape)}" for value in (before, after))
-        raise UsageError(
-            f"the module makes its buffer {name}, {was}, one of {now}: give it what it stays from the start"
-        )
+        raise UsageError(f"a module makes its buffer {name}, {was}, one of {now}: give it what it stays from the start")
 
 
 DRAWN = "aten.rand.generator"

@@ -35,6 +35,7 @@ from tilemesh.graph.joint import (
     divided,
     halved,
     refilled,
+    settings,
     tangent_name,
     trace_joint,
     with_generator,
@@ -151,9 +152,7 @@ def exchange_call(node: Node, comm: Communicator, is_begun: bool = False) -> Cal
     """What a node that ranks compute together does, by the communicator along its axis; or what begins it."""
     attributes = dict(node.attributes)
 
-    def begin(
-        x: Tensor, collective: Callable[..., Any], finish: Callable[[Tensor], Tensor] = _as_it_is, **words: Any
-    ) -> Any:
+    def begin(x: Tensor, collective: Callable[..., Any], finish: Finish = lambda y: y, **words: Any) -> Any:
         return BegunExchange(collective(x, **words, wait=False), finish) if is_begun else finish(collective(x, **words))
 
     if node.op == "all_reduce":
@@ -182,10 +181,6 @@ def exchange_call(node: Node, comm: Communicator, is_begun: bool = False) -> Cal
         return begin(torch.cat(pieces), comm.all_to_all, joined, send_counts=sent, recv_counts=lengths)
 
     return all_to_all
-
-
-def _as_it_is(value: Tensor) -> Tensor:
-    return value
 
 
 class PlacedProgram:
@@ -274,6 +269,10 @@ class _Passes(torch.autograd.Function):
         return None, *(by_name.get(name) for name in (*trace.parameters, *trace.buffers, *trace.inputs))
 
 
+_OWN = ("mesh", "pins", "choose", "shards", "shells", "generator", "generators", "programs")
+"""Attributes of a placed module that are not those of the module."""
+
+
 class PlacedModule(nn.Module):
     """A module whose parameters and buffers are this rank's shards, under their own names. See `place`."""
 
@@ -307,7 +306,7 @@ class PlacedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         call = ModuleCall.of(args, kwargs)
         run = self.program(call)
-        own = self._own()
+        own = self.own()
         tensors = [own[name] for name in (*run.trace.parameters, *run.trace.buffers)]
         made = _Passes.apply(run, *tensors, *run.parts(call))  # type: ignore[no-untyped-call]
         results, changed = made[: run.trace.results], made[run.trace.results :]
@@ -321,9 +320,8 @@ class PlacedModule(nn.Module):
         """For calls of these shapes, traced and placed when the first comes; parameters stay where they lie."""
         key = self._key(call)
         if key not in self.programs:
-            shapes = {name: mine.whole for name, mine in self.shards.items()}
-            [shell] = self.shells
-            shell.training = self.training
+            self.mesh.comm.barrier()  # ranks may be threads, and torch's optimizers count otherwise while one traces
+            shapes, [shell] = {name: mine.whole for name, mine in self.shards.items()}, self.shells
             trace = trace_joint(shell, call, torch.is_grad_enabled(), shapes)
             lies = {name: _placement(mine) for name, mine in self.shards.items()}
             inputs = {name: pin for name, pin in self.pins.items() if not any(fnmatchcase(own, name) for own in lies)}
@@ -332,11 +330,12 @@ class PlacedModule(nn.Module):
         return self.programs[key]
 
     def _key(self, call: ModuleCall) -> tuple[Any, ...]:
-        settings = (value for each in self.modules() for value in vars(each).values())
-        plain = tuple(value for value in settings if isinstance(value, int | float | str))
-        return call.key, torch.is_grad_enabled(), plain, tuple(each.requires_grad for each in self.parameters())
+        [shell] = self.shells
+        vars(shell).update((name, value) for name, value in vars(self).items() if name[0] != "_" and name not in _OWN)
+        trained = tuple(each.requires_grad for each in self.parameters())
+        return call.key, torch.is_grad_enabled(), settings(shell), trained
 
-    def _own(self) -> dict[str, Tensor]:
+    def own(self) -> dict[str, Tensor]:
         return {**dict(self.named_parameters()), **dict(self.named_buffers())}
 
     def whole_gradient(self, value: Tensor, name: str) -> Tensor:
@@ -355,7 +354,7 @@ class PlacedModule(nn.Module):
     def gather(self, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor] | None:
         """The whole module's state on rank 0, None on the others (a collective call): what the module that was placed
         loads with `load_state_dict`. values: others by parameter name, such as an optimizer's states."""
-        own = self._own() if values is None else dict(values)
+        own = self.own() if values is None else dict(values)
         names = [name for name in self.shards if name in own]
         parts = [(self.shards[name], own[name].detach()) for name in names]
         wholes = gather_parts(parts, self.mesh.comm, range(self.mesh.comm.size))
@@ -393,7 +392,7 @@ class PlacedModule(nn.Module):
 
     @torch.no_grad()
     def _load(self, state: Mapping[str, Tensor], root: int | None) -> None:
-        own = self._own()
+        own = self.own()
         for name, value in handed_around(self.mesh.comm, state, root) if root is not None else state.items():
             own[name].copy_(take(self.shards[name], value))
 
@@ -460,6 +459,7 @@ def place_call(
     choose: Chooser = propagate,
 ) -> PlacedModule:  # fmt: skip
     """`place`, of a call whose tensors are known by name."""
+    mesh.comm.barrier()
     if joint is None:
         joint = place_joint(trace_joint(module, call), mesh.shape, pins, choose)
     return PlacedModule(module, mesh, pins, joint, call, choose)

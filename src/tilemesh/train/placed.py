@@ -39,10 +39,9 @@ class PlacedCheckpoints:
     ) -> None:  # fmt: skip
         self.folder, self.placed, self.optimizer, self.say = Path(folder), placed, optimizer, say
         self.comm = placed.mesh.comm
-        written_by = {"mesh": dict(placed.mesh.shape)}
         self.writer = Writer(
             self.folder / CHECKPOINTS, self.comm.rank, ranks=self.comm.size, keep=keep, background=False,
-            written_by=written_by, say=say,
+            written_by={"mesh": dict(placed.mesh.shape)}, say=say,
         )  # fmt: skip
         names = {id(value): name for name, value in placed.named_parameters()}
         stepped = [value for group in optimizer.param_groups for value in group["params"]]
@@ -50,10 +49,6 @@ class PlacedCheckpoints:
             raise UsageError(f"the optimizer has a parameter of shape {strange[0]} that the placed module has not")
         self.stepped = [names[id(value)] for value in stepped]
         """Names of parameters in the optimizer's order."""
-
-    @property
-    def _own(self) -> dict[str, Tensor]:
-        return {**dict(self.placed.named_parameters()), **dict(self.placed.named_buffers())}
 
     def save(self, step: int) -> None:
         """Write all that training goes on from after so many steps."""
@@ -63,12 +58,11 @@ class PlacedCheckpoints:
             "generator": self.placed.generator.get_state().numpy().tobytes().hex(),
         }  # fmt: skip
         self.writer.begin(step, self._parts(), values)
-        failed = self.comm.all_reduce(np.array([self.writer.state == FAILED], np.int64))[0]
-        self.writer.settle(bool(failed))
+        self.writer.settle(bool(self.comm.all_reduce(np.array([self.writer.state == FAILED], np.int64))[0]))
         self.comm.barrier()  # it is there for all, or for none
 
     def _parts(self) -> Iterator[Part]:
-        for name, value in self._own.items():
+        for name, value in self.placed.own().items():
             yield from parts_of(f"{WEIGHT}:{name}", self.placed.shards[name], value)
         for name, state in self._states():
             for kind, value in state.items():
@@ -101,7 +95,7 @@ class PlacedCheckpoints:
         path = sound_checkpoint(self.folder, self.comm, self.say)
         if path is None:
             return 0
-        reader, own = Reader(path), self._own
+        reader, own = Reader(path), self.placed.own()
         stored = {name.removeprefix(f"{WEIGHT}:") for name in reader.names if name.startswith(f"{WEIGHT}:")}
         if different := sorted(stored.symmetric_difference(own)):
             where = "the checkpoint" if different[0] in stored else "this module"
@@ -114,8 +108,7 @@ class PlacedCheckpoints:
         self.optimizer.load_state_dict(
             {"state": {at: each for at, each in states.items() if each}, "param_groups": groups}
         )
-        state = np.frombuffer(bytes.fromhex(values["generator"]), np.uint8).copy()
-        self.placed.generator.set_state(torch.from_numpy(state))
+        self.placed.generator.set_state(torch.frombuffer(bytearray.fromhex(values["generator"]), dtype=torch.uint8))
         self.writer.last = reader.manifest.step
         return reader.manifest.step
 
