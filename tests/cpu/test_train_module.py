@@ -37,6 +37,7 @@ from torch import nn
 class Classifier(nn.Module):
     def __init__(self):
         super().__init__()
+        self.unused = nn.Linear(6, 16)
         layers = [nn.Linear(6, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout({dropout}), nn.Linear(16, 4)]
         self.body = nn.Sequential(*layers)
 
@@ -351,6 +352,15 @@ def test_what_no_stages_can_train_is_refused(
 ) -> None:
     config = staged(tmp_path, mesh, *sets, function=function)
     with pytest.raises(UsageError, match=message):
+        trained(config, tmp_path / "run")
+
+
+def test_a_parameter_that_some_steps_use_is_refused(tmp_path: Path) -> None:
+    config = configured(tmp_path, "tp=1")
+    file = tmp_path / "program.py"
+    text = file.read_text().replace("self.body(x)", "self.body(x) + (self.unused(x)[:, :4] if len(x) == 6 else 0)")
+    file.write_text(text.replace("torch.randn(8", "torch.randn(6 if step == 2 else 8"))
+    with pytest.raises(UsageError, match=r"the loss depends on unused.bias in some steps alone"):
         trained(config, tmp_path / "run")
 
 

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.shard import Shard
+from tilemesh.graph.joint import JointTrace
 from tilemesh.model.work.passes import MemoryPass
 from tilemesh.parallel.gradients import Gradients, GradientStep, Recall, clip_factor
 from tilemesh.parallel.laid import Laid
@@ -32,8 +34,9 @@ class PlacedGradients(Gradients):
     """Of a loss that is the mean over the batch already, or over each of equal microbatches, the same on every rank."""
 
     def __init__(self, placed: PlacedModule | StagedCall, microbatches: int = 1) -> None:
-        self.placed, self.stepped, self.microbatches = placed, trained(placed, placed.shards), microbatches
-        self.loss = 0.0
+        self.placed, self.microbatches, self.loss = placed, microbatches, 0.0
+        used = {name for trace in _traces(placed) for name in trace.gradients}  # torch steps no others, nor decays them
+        self.stepped = {name: mine for name, mine in trained(placed, placed.shards).items() if name in used}
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -46,9 +49,9 @@ class PlacedGradients(Gradients):
             torch.autograd.backward(mean)
 
     def finish(self, max_norm: float | None = None, *, divide: bool = True) -> GradientStep:
-        for mine in self.stepped.values():
-            if mine.tensor.grad is None:  # of what the loss does not depend on
-                mine.tensor.grad = torch.zeros_like(mine.tensor)
+        has_gradient = {name for name, value in self.placed.named_parameters() if value.grad is not None}
+        if changed := sorted(has_gradient ^ self.stepped.keys()):
+            raise UsageError(f"the loss depends on {changed[0]} in some steps alone: let it do so in all, or in none")
         norm = self.placed.gradient_norm()
         if max_norm is not None and (factor := clip_factor(norm, max_norm)) < 1:
             torch._foreach_mul_(self.buffers, factor)
@@ -66,14 +69,13 @@ class PlacedGradients(Gradients):
     @torch.no_grad()
     def recall(self, read: Recall) -> None:
         for name, value in self._kept():
-            stored = read(f"{WEIGHT}:{name}", self.placed.shards[name])
-            if stored is not None:
+            if (stored := read(f"{WEIGHT}:{name}", self.placed.shards[name])) is not None:
                 value.copy_(stored)
 
     def _kept(self) -> Iterator[tuple[str, Tensor]]:
-        """What no optimizer steps: buffers, and parameters that are frozen."""
-        yield from ((name, value) for name, value in self.placed.named_buffers() if name in self.placed.shards)
-        yield from ((name, value) for name, value in self.placed.named_parameters() if name not in self.stepped)
+        """What no optimizer steps: buffers, and parameters that are frozen or not used."""
+        own = [*self.placed.named_buffers(), *self.placed.named_parameters()]
+        yield from ((name, value) for name, value in own if name in self.placed.shards.keys() - self.stepped.keys())
 
 
 def lay_placed(
@@ -96,11 +98,17 @@ class ProgramFigures:
 def step_figures(placed: PlacedModule | StagedCall, cost: MeshCost, microbatches: int = 1) -> ProgramFigures:
     """Of the programs that are run for the first kind of call, once for each microbatch, and AdamW's update."""
     if isinstance(placed, StagedCall):
-        (seconds, sent), modules = placed.figures(cost), placed.placed
+        seconds, sent = placed.figures(cost)
     else:
-        programs = next(iter(placed.programs.values())).programs
-        (seconds, sent), modules = (microbatches * each for each in cost.of_program(*programs)), (placed,)
-    graphs = [next(iter(each.programs.values())).trace.graph for each in modules]
+        run = next(iter(placed.programs.values()))
+        seconds, sent = (microbatches * each for each in cost.of_program(*run.programs))
+    graphs = [trace.graph for trace in _traces(placed)]
     updated = UPDATE_WORDS * sum(p.numel() * p.element_size() for p in placed.parameters() if p.requires_grad)
     seconds += cost.pass_s(MemoryPass("update", updated))
     return ProgramFigures(seconds, sent, microbatches * sum(map(cost.least_s, graphs)))
+
+
+def _traces(placed: PlacedModule | StagedCall) -> list[JointTrace]:
+    """Of the first kind of call of each module here."""
+    modules = placed.placed if isinstance(placed, StagedCall) else (placed,)
+    return [next(iter(each.programs.values())).trace for each in modules]
