@@ -203,6 +203,13 @@ def test_an_output_that_is_an_input() -> None:
     torch.testing.assert_close(three, x)
 
 
+def test_a_piece_with_checks_of_its_own_runs_as_torch_traced_it() -> None:
+    """torch gives such a piece a token beside its tensors, which is None in a call."""
+    x = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
+    inverse = torch.compile(lambda x: torch.linalg.inv(x) * 2, backend=Backend())(x)
+    assert torch.equal(inverse, torch.linalg.inv(x) * 2)
+
+
 def test_fullgraph_raises_torchs_own_error() -> None:
     def breaks(x: torch.Tensor) -> torch.Tensor:
         return x + 1 if float(x.sum()) > 0 else x - 1

@@ -405,7 +405,10 @@ def _as_traced(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
     def run(*inputs: Any) -> Any:
         return module.forward(
-            *[value if steps is None else laid(value, steps) for value, steps in zip(inputs, traced, strict=True)]
+            *[
+                value if steps is None or value is None else laid(value, steps)  # None: a token of torch's
+                for value, steps in zip(inputs, traced, strict=True)
+            ]
         )
 
     return make_boxed_func(run)
