@@ -142,6 +142,16 @@ def test_a_primitive_is_one_row(way: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @needs_compiler
+def test_a_long_row_is_added_in_parts() -> None:
+    """32-bit sums forget a one beside 2^25: all that lie between the first and the last thousand."""
+    x = torch.ones(2, 1 << 17)
+    x[:, :1024], x[:, -1024:] = 1 << 24, -(1 << 24)
+    graph = Graph((row := build.argument("x", list(x.shape)),), (build.total(build.add(row, row), [1]),))
+    (total,) = program(fused(graph, server("c")), way="c")(x)
+    assert total.tolist() == [2.0 * (x.shape[1] - 2048)] * 2
+
+
+@needs_compiler
 @pytest.mark.parametrize("name", ["exp", "log", "tanh", "sigmoid", "erf"])
 def test_functions_of_c_are_precise(name: str) -> None:
     """Against float64: within a few units in the last place, over all magnitudes."""

@@ -26,6 +26,7 @@ DTYPES = {"float32": "float", "float64": "double", "bfloat16": "uint16_t", "int6
 DTYPES |= {"bool": "uint8_t"}
 PARALLEL = 16_384  # elements of a region above which threads pay
 BLOCK = 4_096  # columns that a thread takes at once where a region has one row
+SUMMED = 1_024  # columns that are added in an operand's own precision: a long row's sum would lose digits
 _COMPUTED = DTYPES | {"bfloat16": "float"}
 _OPTIONS = ("-O3", NATIVE, "-fno-math-errno", "-fno-trapping-math", "-fwrapv", "-std=gnu11", "-fopenmp")
 
@@ -114,16 +115,22 @@ class CWriter(KernelWriter):
         self.say(f"o{self.stored[node]}[{at}] = {_stored(node, self.names[node])};")
 
     def open_run(self, run: int, reductions: Sequence[Node]) -> dict[Node, str]:
-        held, clauses = {}, []
+        held, clauses, parts = {}, [], []
         for node in reductions:
             name = held[node] = self.fresh("v")
-            self.say(f"{_COMPUTED[node.dtype]} {name} = {'0' if node.op == 'sum' else '-INFINITY'};")
-            clauses.append(f"reduction({'+' if node.op == 'sum' else 'max'}:{name})")
-            if node.op == "amax":
-                self.say(f"int {name}_bad = 0;")
-                clauses.append(f"reduction(|:{name}_bad)")
+            if node.op == "sum":
+                self.say(f"double {name}_all = 0;")
+                parts.append(f"{_COMPUTED[node.dtype]} {name} = 0;")
+                clauses.append(f"reduction(+:{name})")
+            else:
+                self.say(f"{_COMPUTED[node.dtype]} {name} = -INFINITY; int {name}_bad = 0;")
+                clauses.append(f"reduction(max:{name}) reduction(|:{name}_bad)")
+        first, last = ("first", "last") if parts else ("begin", "end")
+        if parts:
+            self.say(f"for (int64_t first = begin; first < end; first += {SUMMED}) {{")
+            self.say(f"const int64_t last = first + {SUMMED} < end ? first + {SUMMED} : end; {' '.join(parts)}")
         self.say(f"#pragma omp simd {' '.join(clauses)}")
-        self.say("for (int64_t column = begin; column < end; column++) {")
+        self.say(f"for (int64_t column = {first}; column < {last}; column++) {{")
         for node, buffer in self.buffers.items():
             if self.ready[node] < run:
                 self.names[node] = self.fresh("v")
@@ -145,10 +152,15 @@ class CWriter(KernelWriter):
         for node in self.kept(run):
             self.say(f"{self.buffers[node]}[column] = {self.names[node]};")
         self.say("}")
+        sums = [f"{name}_all += {name};" for node, name in held.items() if node.op == "sum"]
+        if sums:
+            self.say(" ".join([*sums, "}"]))
 
     def reduced(self, node: Node, held: Mapping[Node, str]) -> str:
         if node.op == "amax":
             self.say(f"if ({held[node]}_bad) {held[node]} = NAN;")
+            return held[node]
+        self.say(f"const {_COMPUTED[node.dtype]} {held[node]} = {held[node]}_all;")
         return held[node]
 
     def words(self, dtype: str) -> dict[str, str]:
