@@ -50,6 +50,24 @@ def test_tied_weights_are_an_input_under_each_name() -> None:
     torch.testing.assert_close(traced.run(tokens)[0], head(table(tokens)))
 
 
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.input0 = nn.Parameter(torch.full((3,), 5.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.input0 * 2
+
+
+def test_a_weight_may_be_called_as_an_input_is() -> None:
+    """Inputs of one name, shape and dtype are one node: the weight's value was the input's."""
+    x = torch.ones(3)
+    assert torch.equal(tm.graph.trace(Named(), [x]).run(x)[0], torch.full((3,), 11.0))
+    one = build.argument("x", [3])
+    with pytest.raises(UsageError, match="two are one"):
+        Graph((one, one), (one,))
+
+
 def test_the_peak_is_as_predicted() -> None:
     """Operator by operator, with values dropped after their last use: what a program makes is what liveness says."""
     graph = _step(4, width=32)

@@ -206,21 +206,13 @@ def take(table: Node, index: Node) -> Node:
 
 
 def conv(
-    x: Node,
-    w: Node,
-    stride: Sequence[int] | None = None,
-    padding: Sequence[int] | None = None,
-    dilation: Sequence[int] | None = None,
-    groups: int = 1,
-) -> Node:
+    x: Node, w: Node, stride: Sequence[int] | None = None, padding: Sequence[int] | None = None,
+    dilation: Sequence[int] | None = None, groups: int = 1,
+) -> Node:  # fmt: skip
     """A convolution over 1 to 3 dims: x [n, c, *space], w [out, c/groups, *taps]."""
-    space = len(x.shape) - 2
-    settings: dict[str, Any] = {
-        "stride": tuple(stride or [1] * space),
-        "padding": tuple(padding or [0] * space),
-        "dilation": tuple(dilation or [1] * space),
-    }
-    return make("conv", x, w, groups=groups, **settings)
+    ones, zeros = (1,) * (len(x.shape) - 2), (0,) * (len(x.shape) - 2)
+    steps, apart = tuple(stride or ones), tuple(dilation or ones)
+    return make("conv", x, w, groups=groups, stride=steps, padding=tuple(padding or zeros), dilation=apart)
 
 
 def max_pool(x: Node, taps: Sequence[int], stride: Sequence[int] | None = None) -> Node:

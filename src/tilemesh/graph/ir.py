@@ -121,6 +121,8 @@ class Graph:
         missing = [node["name"] for node in self.nodes() if node.op == "input" and node not in given]
         if missing:
             raise UsageError(f"the outputs need the inputs {', '.join(missing)}; give them to the graph")
+        if len(given) < len(self.inputs):
+            raise UsageError(f"of the inputs {', '.join(node['name'] for node in self.inputs)} two are one; rename one")
 
     def nodes(self) -> list[Node]:
         """Every node that an output needs, after what it reads."""

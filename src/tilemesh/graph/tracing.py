@@ -101,7 +101,10 @@ def trace(model: Callable[..., Any], inputs: Sequence[Tensor]) -> Traced:
     changed = len(signature.buffers_to_mutate)
     (returned,) = module.graph.find_nodes(op="output")
     returned.args = (returned.args[0][changed:],)
-    names = [*weights, *(f"input{place}" for place in range(len(inputs)))]
+    word = "input"
+    while any(f"{word}{place}" in weights for place in range(len(inputs))):
+        word += "_"  # inputs of one name, shape and dtype would be one node
+    names = [*weights, *(f"{word}{place}" for place in range(len(inputs)))]
     lowered = lower(module, names, convolutions=True)
     if lowered.held:
         held = ", ".join(lowered.held)
