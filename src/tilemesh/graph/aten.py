@@ -286,10 +286,7 @@ CONVOLUTIONS: Mapping[Any, Callable[..., Node | None]] = {
     aten.convolution.default: _convolution,
     **dict.fromkeys((aten.avg_pool1d.default, aten.avg_pool2d.default, aten.avg_pool3d.default), _average_pool),
 }
-MAX_POOLS: Mapping[Any, int] = {
-    aten.max_pool2d_with_indices.default: 2,
-    aten.max_pool3d_with_indices.default: 3,
-}  # dims in space
+MAX_POOLS: Mapping[Any, int] = {aten.max_pool2d_with_indices.default: 2, aten.max_pool3d_with_indices.default: 3}
 SEVERAL: Mapping[Any, Callable[..., tuple[Node, ...] | None]] = {
     aten.var_mean.correction: elements.lower_variance,
     aten.split.Tensor: _split,

@@ -15,8 +15,6 @@ from tilemesh.graph.opaque import laid, run_opaque
 from tilemesh.graph.ops import DTYPES, primitive
 
 Tensor = torch.Tensor
-
-
 _BY_NAME: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 
 
