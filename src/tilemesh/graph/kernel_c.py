@@ -157,11 +157,9 @@ class CWriter(KernelWriter):
             self.say(" ".join([*sums, "}"]))
 
     def reduced(self, node: Node, held: Mapping[Node, str]) -> str:
-        if node.op == "amax":
-            self.say(f"if ({held[node]}_bad) {held[node]} = NAN;")
-            return held[node]
-        self.say(f"const {_COMPUTED[node.dtype]} {held[node]} = {held[node]}_all;")
-        return held[node]
+        name, kind = held[node], _COMPUTED[node.dtype]
+        self.say(f"if ({name}_bad) {name} = NAN;" if node.op == "amax" else f"const {kind} {name} = {name}_all;")
+        return name
 
     def words(self, dtype: str) -> dict[str, str]:
         double = dtype == "float64"
