@@ -39,14 +39,8 @@ def guide(options: GuideOptions) -> Output | int:
         _show_progress(console)
         return 0
     if options.grade is not None:
-        refuse(
-            options,
-            "{} is of one reader, and --grade of a class: leave one out",
-            "exercise",
-            "answer",
-            "notebook",
-            "json",
-        )
+        why_not = "{} is of one reader, and --grade of a class: leave one out"
+        refuse(options, why_not, "exercise", "answer", "notebook", "json")
         grades = grade_folder(Path(options.grade), options.chapter)
         return Output([as_lines(grades)], files={"csv": lambda: as_csv(grades)})
     refuse(options, "{} belongs to --grade FOLDER: name the folder of a class", "csv")

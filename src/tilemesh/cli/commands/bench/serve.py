@@ -8,7 +8,7 @@ import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _MOST_TOKENS = 1 << 26  # of all requests: a benchmark that would take hours says so at once
 _CPU_SECONDS = 100
 _PREDICT = "fitted: to a few steps of this engine (CPU); machine: from its calibration or datasheet."
+_PROMPT = "16-128"
 _Tokens = Annotated[int, Range(1, _MOST_TOKENS)]
 
 
@@ -42,7 +43,7 @@ class ServeBenchOptions:
     plan: str | None = option(None, "What `plan serve --out` wrote: its load and engine.", "PLAN.toml")
     mesh: str | None = option(None, "Processes per matrix, replicas, and how many share experts.", "tp=2,dp=2,ep=2")
     requests: Count = option(16, "How many, in each load.", "N")
-    prompt: str = option("16-128", "Tokens of a prompt.", "N[-M]")
+    prompt: str = option(_PROMPT, "Tokens of a prompt; fewer by default where the context is short.", "N[-M]")
     output: str = option("32", "Tokens of an answer.", "N[-M]")
     rates: Annotated[tuple[float, ...], Commas(), Range(0, 1e6, above=True, below=True)] = option(
         (), "Online: requests per second, one load each.", "A,B,..."
@@ -100,6 +101,10 @@ def serve(options: ServeBenchOptions) -> Output:
     served = _served(options)
     config = served.model.config
     check_bench_planned(options, config)
+    if options.prompt == _PROMPT:
+        most = max(1, min(128, config.context - output.most))
+        options = replace(options, prompt=f"{min(16, most)}-{most}")
+        prompt = _promised(options)[1]
     loads = _loads(options, options.rates, config.vocabulary)
     traced = max((len(request.prompt) + request.output for _, load in loads for request in load), default=0)
     longest = max(prompt.most + output.most, options.step_length + 64 if options.steps else 0, traced)
