@@ -32,10 +32,11 @@ GPU_TESTS = ("tests/gpu", "tests/cpu/test_matmul_notebook.py")  # the notebook m
 LONGEST = (
     *(f"tests/mpi/test_{part}.py" for part in ("train_faults", "forward", "comm", "comm_faults", "launch")),
     *(f"tests/mpi/test_{part}.py" for part in ("bench_train", "gate", "call", "backward", "train_fit")),
-    *(f"tests/cpu/test_{part}.py" for part in ("methods_train", "compress", "train_run", "matmul", "operators")),
-    *("tests/report/test_report_pages.py", "tests/fuzz/test_fuzz.py", "tests/test_layers.py"),
-    *(f"tests/cpu/test_{part}.py" for part in ("row_operators", "guide", "align_run", "serve_ranks", "train_pipeline")),
-    *(f"tests/cpu/test_{part}.py" for part in ("matmul_gradient", "doctor", "model_kernels", "compiled_memory")),
+    *(f"tests/cpu/test_{part}.py" for part in ("row_operators", "methods_train", "operators", "align_run", "guide")),
+    *(f"tests/cpu/test_{part}.py" for part in ("train_module", "matmul", "serve_ranks", "train_run", "graph_backend")),
+    *("tests/fuzz/test_fuzz.py", "tests/report/test_report_pages.py"),
+    *(f"tests/cpu/test_{part}.py" for part in ("compress", "train_pipeline", "align_faults", "graph_memory")),
+    *(f"tests/cpu/test_{part}.py" for part in ("pipeline", "doctor", "placed_run", "model_kernels", "compiled_memory")),
     *("tests/pure/test_schedules.py", "tests/pure/test_plan_serve.py", "tests/resume/test_resume.py"),
 )
 # On a GPU, by file: how many processes share the tests of one that compiles for minutes, and files that measure time.
