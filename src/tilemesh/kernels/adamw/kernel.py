@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from tilemesh.kernels.adamw.table import BLOCK, NORM_BLOCK, NORM_WARPS, WARPS
-from tilemesh.kernels.launch.call import Place
-from tilemesh.kernels.launch.steps import Argument, LaunchPlan, Pointer, Step
+from tilemesh.kernels.launch.call import Place, one_launch
+from tilemesh.kernels.launch.steps import LaunchPlan
 
 
 @triton.jit
@@ -110,29 +110,22 @@ def root_of_sum(partial, norm, N, BLOCK: tl.constexpr):
 def update_plan(
     places: Mapping[str, Place], *, beta1: float, beta2: float, eps: float, masters: bool, aligned: bool
 ) -> LaunchPlan:
-    names = ("table", "owners", "scalars", "like_parameter", "like_gradient", "like_state")
-    arguments: dict[str, Argument] = {name: Pointer(name) for name in names}
-    arguments |= {"beta1": beta1, "beta2": beta2, "eps": eps}
+    numbers, grid = {"beta1": beta1, "beta2": beta2, "eps": eps}, (places["owners"].shape[0], 1)
     wide = places["like_state"].dtype == "float64"
     constants = {"BLOCK": BLOCK, "MASTERS": masters, "ALIGNED": aligned, "WIDE": wide}
-    grid = (places["owners"].shape[0], 1)
-    return LaunchPlan((Step(f"{__name__}:update", grid, arguments, constants, warps=WARPS),))
+    return one_launch(f"{__name__}:update", grid, places, numbers, constants, warps=WARPS)
 
 
 def correct_plan(places: Mapping[str, Place], *, log_beta1: float, log_beta2: float) -> LaunchPlan:
-    arguments: dict[str, Argument] = {name: Pointer(name) for name in places}
-    arguments |= {"log_beta1": log_beta1, "log_beta2": log_beta2}
-    return LaunchPlan((Step(f"{__name__}:correct", (1, 1), arguments, {}, warps=1),))
+    numbers = {"log_beta1": log_beta1, "log_beta2": log_beta2}
+    return one_launch(f"{__name__}:correct", (1, 1), places, numbers, {}, warps=1)
 
 
 def squares_plan(places: Mapping[str, Place], *, aligned: bool) -> LaunchPlan:
-    arguments: dict[str, Argument] = {name: Pointer(name) for name in places}
     constants = {"BLOCK": NORM_BLOCK, "ALIGNED": aligned, "WIDE": places["like"].dtype == "float64"}
-    grid = (places["owners"].shape[0], 1)
-    return LaunchPlan((Step(f"{__name__}:squares", grid, arguments, constants, warps=NORM_WARPS),))
+    return one_launch(f"{__name__}:squares", (places["owners"].shape[0], 1), places, {}, constants, warps=NORM_WARPS)
 
 
 def norm_plan(places: Mapping[str, Place]) -> LaunchPlan:
-    arguments: dict[str, Argument] = {"partial": Pointer("partial"), "norm": Pointer("norm")}
-    arguments |= {"N": places["partial"].shape[0]}
-    return LaunchPlan((Step(f"{__name__}:root_of_sum", (1, 1), arguments, {"BLOCK": 4096}, warps=16),))
+    numbers = {"N": places["partial"].shape[0]}
+    return one_launch(f"{__name__}:root_of_sum", (1, 1), places, numbers, {"BLOCK": 4096}, warps=16)

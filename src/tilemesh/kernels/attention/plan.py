@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from tilemesh.kernels.attention.reference import log_sums
-from tilemesh.kernels.launch.call import Place, Plan
+from tilemesh.kernels.launch.call import Place, Plan, one_launch
 from tilemesh.kernels.launch.gpu import device_index, gpu_of
 from tilemesh.kernels.launch.steps import Argument, Descriptor, FitError, LaunchPlan, Pointer, Step, blocks
 
@@ -120,16 +120,13 @@ def _step(
     constants: Mapping[str, object], chosen: Blocks,
 ) -> LaunchPlan:  # fmt: skip
     """One launch of a kernel, which takes every tensor given, and the strides of those that have a letter."""
-    arguments: dict[str, Argument] = {name: Pointer(name) for name in places}
-    arguments = {"first": None, "last": None} | arguments | dict(more)
+    numbers = {bound: None for bound in ("first", "last") if bound not in places} | dict(more)
     for tensor, letter in letters.items():
-        arguments |= _strides(letter, places[tensor])
-    wide = any(place.wide for place in places.values())
-    step = Step(
-        f"{_KERNELS}:{name}", (programs, 1), arguments, constants, warps=chosen.warps, stages=chosen.stages, wide=wide,
+        numbers |= _strides(letter, places[tensor])
+    return one_launch(
+        f"{_KERNELS}:{name}", (programs, 1), places, numbers, constants, warps=chosen.warps, stages=chosen.stages,
         varying=_SIZES,
     )  # fmt: skip
-    return LaunchPlan((step,))
 
 
 def _constants(q: Place, chosen: Blocks, mask: Mask, packed: bool, target: Target) -> dict[str, object]:
@@ -182,12 +179,9 @@ def _hopper_plan(
 def bounds_plan(places: Mapping[str, Place]) -> LaunchPlan:
     """`first` and `last` of every token from `starts`."""
     sequences, tokens = places["starts"].shape[0] - 1, places["first"].shape[0]
-    arguments: dict[str, Argument] = {name: Pointer(name) for name in places}
-    arguments |= {"N": sequences, "T": tokens, "steps": sequences.bit_length() + 1}
-    constants = {"BLOCK": _BOUNDS_BLOCK}
-    grid = (blocks(tokens, _BOUNDS_BLOCK), 1)
-    step = Step(f"{_KERNELS}:sequence_bounds", grid, arguments, constants, varying=("N", "T", "steps"))
-    return LaunchPlan((step,))
+    numbers = {"N": sequences, "T": tokens, "steps": sequences.bit_length() + 1}
+    constants, grid = {"BLOCK": _BOUNDS_BLOCK}, (blocks(tokens, _BOUNDS_BLOCK), 1)
+    return one_launch(f"{_KERNELS}:sequence_bounds", grid, places, numbers, constants, varying=("N", "T", "steps"))
 
 
 @dataclass(frozen=True)
@@ -241,21 +235,19 @@ def products_plan(places: Mapping[str, Place]) -> LaunchPlan:
     batch, heads, queries, width = y.shape
     head = head_block(width)
     rows = max(1, 4096 // head)
-    arguments: dict[str, Argument] = {name: Pointer(name) for name in places}
-    arguments |= {"B": batch, "H": heads, "T": queries, "E": width, **_strides("y", y), **_strides("g", places["grad"])}
+    numbers = {"B": batch, "H": heads, "T": queries, "E": width, **_strides("y", y), **_strides("g", places["grad"])}
     constants = {"ROWS": rows, "HEAD": head, "WIDE": y.dtype == "float64"}
-    wide = any(place.wide for place in places.values())
-    grid = (blocks(queries, rows) * batch * heads, 1)
-    return LaunchPlan((Step(f"{_KERNELS}:row_products", grid, arguments, constants, wide=wide),))
+    return one_launch(
+        f"{_KERNELS}:row_products", (blocks(queries, rows) * batch * heads, 1), places, numbers, constants
+    )
 
 
 def sinks_back_plan(places: Mapping[str, Place]) -> LaunchPlan:
     """The gradients of sinks."""
     batch, heads, queries = places["kept"].shape
-    arguments: dict[str, Argument] = {name: Pointer(name) for name in places}
-    arguments |= {"B": batch, "H": heads, "T": queries}
+    numbers = {"B": batch, "H": heads, "T": queries}
     constants = {"BLOCK": min(1024, triton.next_power_of_2(queries)), "WIDE": places["kept"].dtype == "float64"}
-    return LaunchPlan((Step(f"{_KERNELS}:sinks_back", (heads, 1), arguments, constants, varying=("B", "H", "T")),))
+    return one_launch(f"{_KERNELS}:sinks_back", (heads, 1), places, numbers, constants, varying=("B", "H", "T"))
 
 
 def keys_back_plan(places: Mapping[str, Place], *, mask: Mask, target: Target) -> LaunchPlan:

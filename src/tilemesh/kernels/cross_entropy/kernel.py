@@ -29,7 +29,7 @@ from tilemesh.kernels.lanes import (
     store_lanes,
     tile_group,
 )
-from tilemesh.kernels.launch.call import Place
+from tilemesh.kernels.launch.call import Place, one_launch
 from tilemesh.kernels.launch.steps import Argument, Buffer, LaunchPlan, Pointer, Step, blocks
 from tilemesh.kernels.rows import by_rows
 
@@ -398,13 +398,12 @@ def part_plan(places: Mapping[str, Place], *, first: int, classes: int, ignore: 
     logits = places["logits"]
     rows, width = logits.shape
     columns, warps, _ = columns_config(rows, width)
-    arguments: dict[str, Argument] = {name: Pointer(name) for name in places}
-    arguments |= {
+    numbers = {
         "V": width, "first": first, "classes": classes, "ignore": ignore, "x_m": logits.strides[0],
         "x_n": logits.strides[1], "t_m": places["target"].strides[0],
     }  # fmt: skip
     constants = {"COLUMNS": columns, "GROUP": group_of(logits), "WIDE": logits.dtype == "float64"}
-    return LaunchPlan((Step(f"{__name__}:part_pass", (rows, 1), arguments, constants, warps=warps, wide=logits.wide),))
+    return one_launch(f"{__name__}:part_pass", (rows, 1), places, numbers, constants, warps=warps)
 
 
 def backward_plan(

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilemesh.kernels.accuracy import accumulator
-from tilemesh.kernels.launch.call import Place
+from tilemesh.kernels.launch.call import Place, one_launch
 from tilemesh.kernels.launch.steps import Argument, LaunchPlan, Pointer, Step, blocks
 from tilemesh.kernels.launch.tensors import flat
 from tilemesh.kernels.rows import by_rows
@@ -124,17 +124,14 @@ def forward_plan(places: Mapping[str, Place], *, context: int, start: int) -> La
     (count,), (vocabulary, width) = places["tokens"].shape, weight.shape
     p_m, p_n = places["positions"].strides if "positions" in places else (0, 0)
     rows, columns = _block(width)
-    arguments: dict[str, Argument] = {
-        name: Pointer(name) if name in places else None for name in ("tokens", "weight", "positions", "y")
-    }
-    arguments |= {
+    numbers: dict[str, Argument] = {} if "positions" in places else {"positions": None}
+    numbers |= {
         "N": count, "V": vocabulary, "D": width, "T": context, "start": start, "w_m": weight.strides[0],
         "w_n": weight.strides[1], "p_m": p_m, "p_n": p_n, "y_m": y.strides[0],
     }  # fmt: skip
     constants = {"ROWS": rows, "COLUMNS": columns, "WIDE": weight.dtype == "float64"}
-    grid, wide = (blocks(count, rows), blocks(width, columns)), any(place.wide for place in places.values())
-    step = Step(f"{__name__}:forward_pass", grid, arguments, constants, warps=_WARPS, wide=wide, varying=("start",))
-    return LaunchPlan((step,))
+    grid = (blocks(count, rows), blocks(width, columns))
+    return one_launch(f"{__name__}:forward_pass", grid, places, numbers, constants, warps=_WARPS, varying=("start",))
 
 
 def backward_plan(places: Mapping[str, Place]) -> LaunchPlan:

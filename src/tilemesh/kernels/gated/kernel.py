@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tilemesh.kernels.activations.kernel import activate, slope
 from tilemesh.kernels.gated.reference import GELUS
-from tilemesh.kernels.launch.call import Place
-from tilemesh.kernels.launch.steps import Argument, LaunchPlan, Pointer, Step, blocks
+from tilemesh.kernels.launch.call import Place, one_launch
+from tilemesh.kernels.launch.steps import Argument, LaunchPlan, blocks
 from tilemesh.kernels.rows import by_rows
 
 _ELEMENTS = 2048  # of a program: 16 per thread, two loads of 16 bytes per tensor in 16-bit precision
@@ -82,11 +82,9 @@ def _plan(kernel: str, places: Mapping[str, Place], strides: dict[str, Argument]
     m, n = places["x"].shape
     columns = min(1024, triton.next_power_of_2(n))
     rows = _ELEMENTS // columns
-    arguments = {name: Pointer(name) for name in places} | strides | {"M": m, "N": n}
     constants = {"ROWS": rows, "COLUMNS": columns, "ACTIVATION": activation, "WIDE": places["x"].dtype == "float64"}
     grid = (blocks(m, rows) * blocks(n, columns), 1)
-    wide = any(place.wide for place in places.values())
-    return LaunchPlan((Step(f"{__name__}:{kernel}", grid, arguments, constants, wide=wide),))
+    return one_launch(f"{__name__}:{kernel}", grid, places, {**strides, "M": m, "N": n}, constants)
 
 
 class Gated:

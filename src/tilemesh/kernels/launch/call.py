@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tilemesh.kernels import context
 from tilemesh.kernels.launch.gpu import current_stream, device_index
-from tilemesh.kernels.launch.steps import INT32_LIMIT, Buffer, LaunchPlan, check_names
+from tilemesh.kernels.launch.steps import INT32_LIMIT, Argument, Buffer, LaunchPlan, Pointer, Step, check_names
 from tilemesh.kernels.launch.tensors import dtype_name
 
 if TYPE_CHECKING:
@@ -36,6 +36,17 @@ class Place:
         """Whether an element's offset can pass 2**31, so that index math must be 64-bit."""
         pairs = zip(self.shape, self.strides, strict=True)
         return sum((size - 1) * abs(stride) for size, stride in pairs if size > 0) + 1 >= INT32_LIMIT
+
+
+def one_launch(
+    kernel: str, grid: tuple[int, int], places: Mapping[str, Place], numbers: Mapping[str, Argument],
+    constants: Mapping[str, object], **options: Any,
+) -> LaunchPlan:  # fmt: skip
+    """A plan of one step that takes every tensor and these numbers; `options`: as `Step` has them. Index math is 64-bit
+    where a tensor wants it."""
+    arguments = {**{name: Pointer(name) for name in places}, **numbers}
+    wide = any(place.wide for place in places.values())
+    return LaunchPlan((Step(kernel, grid, arguments, constants, **{"wide": wide, **options}),))
 
 
 SCRATCH_ALIGNMENT_BYTES = 512  # where one of several buffers may begin: as far apart as torch's own allocations

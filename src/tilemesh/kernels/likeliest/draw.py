@@ -17,9 +17,9 @@ from torch import Tensor
 
 from tilemesh.kernels.early import take_turn
 from tilemesh.kernels.launch import call
-from tilemesh.kernels.launch.call import Place
+from tilemesh.kernels.launch.call import Place, one_launch
 from tilemesh.kernels.launch.gpu import launches_early
-from tilemesh.kernels.launch.steps import Argument, LaunchPlan, Pointer, Step
+from tilemesh.kernels.launch.steps import LaunchPlan
 
 _BLOCK = 4096
 
@@ -80,12 +80,10 @@ def draw_row(
 def plan(places: Mapping[str, Place], *, early: bool = False) -> LaunchPlan:
     x = places["logits"]
     rows, columns = x.shape
-    arguments: dict[str, Argument] = {name: Pointer(name) for name in places}
-    arguments |= {"N": rows, "V": columns, "x_n": x.strides[0]}
-    arguments |= {"t_n": places["temperature"].strides[0], "u_n": places["uniform"].strides[0]}
+    numbers = {"N": rows, "V": columns, "x_n": x.strides[0]}
+    numbers |= {"t_n": places["temperature"].strides[0], "u_n": places["uniform"].strides[0]}
     constants = {"BLOCK": min(_BLOCK, max(16, triton.next_power_of_2(columns))), "EARLY": early}
-    step = Step(f"{__name__}:draw_row", (rows, 1), arguments, constants, warps=8, wide=x.wide, early=early)
-    return LaunchPlan((step,))
+    return one_launch(f"{__name__}:draw_row", (rows, 1), places, numbers, constants, warps=8, early=early)
 
 
 def draw_rows(

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from tilemesh.kernels.accuracy import accumulator
 from tilemesh.kernels.lanes import group_of
-from tilemesh.kernels.launch.call import Place
-from tilemesh.kernels.launch.steps import Argument, LaunchPlan, Pointer, Step, blocks
+from tilemesh.kernels.launch.call import Place, one_launch
+from tilemesh.kernels.launch.steps import Argument, LaunchPlan, Pointer, blocks
 from tilemesh.kernels.linear_cross_entropy.cost import chunk_rows
 from tilemesh.kernels.linear_cross_entropy.reference import held_dtype
 from tilemesh.kernels.rows import by_rows
@@ -40,17 +40,15 @@ def scale_pass(value, factor, N, BLOCK: tl.constexpr, WIDE: tl.constexpr):
 
 def scale_plan(places: Mapping[str, Place]) -> LaunchPlan:
     (elements,) = places["value"].shape
-    arguments: dict[str, Argument] = {"value": Pointer("value"), "factor": Pointer("factor"), "N": elements}
-    constants = {"BLOCK": _BLOCK, "WIDE": places["value"].dtype == "float64"}
-    return LaunchPlan((Step(f"{__name__}:scale_pass", (blocks(elements, _BLOCK), 1), arguments, constants, warps=8),))
+    constants, grid = {"BLOCK": _BLOCK, "WIDE": places["value"].dtype == "float64"}, (blocks(elements, _BLOCK), 1)
+    return one_launch(f"{__name__}:scale_pass", grid, places, {"N": elements}, constants, warps=8, wide=False)
 
 
 def chunk_plan(places: Mapping[str, Place], *, ignore: int, smoothing: float, z: float) -> LaunchPlan:
     """Losses of a chunk's rows; its logits become their gradient."""
     logits = places["logits"]
     rows, classes = logits.shape
-    arguments: dict[str, Argument] = {name: Pointer(name) for name in places}
-    arguments |= {
+    numbers: dict[str, Argument] = {
         "dx": Pointer("logits"), "V": classes, "ignore": ignore, "smoothing": smoothing, "z": z,
         "x_m": logits.strides[0], "x_n": 1, "t_m": places["target"].strides[0], "d_m": logits.strides[0],
     }  # fmt: skip
@@ -60,7 +58,7 @@ def chunk_plan(places: Mapping[str, Place], *, ignore: int, smoothing: float, z:
     constants = {"SMOOTHS": smoothing > 0, "COLUMNS": columns, "GROUP": group_of(logits)}
     constants |= {"WIDE": logits.dtype == "float64"}
     kernel = "tilemesh.kernels.cross_entropy.kernel:loss_and_gradient"
-    return LaunchPlan((Step(kernel, (rows, 1), arguments, constants, warps=warps, wide=logits.wide),))
+    return one_launch(kernel, (rows, 1), places, numbers, constants, warps=warps)
 
 
 def forward(

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from tilemesh.kernels.grouped_linear.kernel import rows_of
 from tilemesh.kernels.grouped_linear.plan import multiply_rows
-from tilemesh.kernels.launch.call import Place
+from tilemesh.kernels.launch.call import Place, one_launch
 from tilemesh.kernels.launch.steps import Argument, Buffer, LaunchPlan, Pointer, Step, blocks
 from tilemesh.kernels.lowbit_linear import some_rows, tokens
 from tilemesh.kernels.row_linear.reference import gated
@@ -181,9 +181,8 @@ def _configuration(rows: int, code: str) -> tuple[int, int, int, int]:
 def decode_plan(places: Mapping[str, Place], *, code: str) -> LaunchPlan:
     w, scales, y = places["w"], places["scales"], places["y"]
     n, k = y.shape
-    arguments: dict[str, Argument] = {name: Pointer(name) for name in places}
-    arguments.setdefault("zeros", None)
-    arguments |= {"N": n, "K": k, "w_n": w.strides[0], "s_n": 0 if scales.shape[0] == 1 else scales.strides[0]}
+    numbers: dict[str, Argument] = {} if "zeros" in places else {"zeros": None}
+    numbers |= {"N": n, "K": k, "w_n": w.strides[0], "s_n": 0 if scales.shape[0] == 1 else scales.strides[0]}
     group = k // scales.shape[1]
     codes = min(_DECODE_CODES, group & -group)
     rows = _DECODE_TILE // codes
@@ -191,7 +190,7 @@ def decode_plan(places: Mapping[str, Place], *, code: str) -> LaunchPlan:
         "ROWS": rows, "CODES": codes, "GROUP": group, "FOUR": code == "int4", "ZEROS": "zeros" in places,
     }  # fmt: skip
     grid = (blocks(n, rows), blocks(k, codes))
-    return LaunchPlan((Step(f"{__name__}:decode_pass", grid, arguments, constants),))
+    return one_launch(f"{__name__}:decode_pass", grid, places, numbers, constants, wide=False)  # its rows are 64-bit
 
 
 def forward(

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilemesh.kernels.launch.call import Place
-from tilemesh.kernels.launch.steps import Argument, LaunchPlan, Pointer, Step, blocks
+from tilemesh.kernels.launch.call import Place, one_launch
+from tilemesh.kernels.launch.steps import Argument, LaunchPlan, blocks
 from tilemesh.kernels.rotary.reference import MOST_DIMS
 
 _PAIRS = 1024  # of a program: 8 per thread, which are two loads of 16 bytes in 16-bit precision
@@ -63,10 +63,10 @@ def turn_plan(places: Mapping[str, Place], *, back: bool) -> LaunchPlan:
     assert at is not None
     p, q = (dim for dim in range(MOST_DIMS - 1) if dim != at)
     half, shared, rows_count = x.shape[3] // 2, x.shape[at], x.shape[p] * x.shape[q]
-    arguments: dict[str, Argument] = {name: Pointer(name) for name in ("x", "cos", "sin", "y")}
+    numbers: dict[str, Argument] = {}
     for letter, place in (("x", x), ("c", cos), ("s", sin), ("y", y)):
-        arguments |= {f"{letter}_p": place.strides[p], f"{letter}_q": place.strides[q]}
-    arguments |= {
+        numbers |= {f"{letter}_p": place.strides[p], f"{letter}_q": place.strides[q]}
+    numbers |= {
         "M": rows_count, "Q": x.shape[q], "S": shared, "H": half, "x_s": x.strides[at], "y_s": y.strides[at],
         "x_e": x.strides[3], "c_e": cos.strides[3], "s_e": sin.strides[3],
     }  # fmt: skip
@@ -75,8 +75,7 @@ def turn_plan(places: Mapping[str, Place], *, back: bool) -> LaunchPlan:
     rows = max(1, _PAIRS // (heads * wide_half))
     constants = {"ROWS": rows, "SHARED": heads, "HALF": wide_half, "BACK": back, "WIDE": x.dtype == "float64"}
     grid = (blocks(rows_count, rows) * blocks(shared, heads), 1)
-    wide = any(place.wide for place in places.values())
-    return LaunchPlan((Step(f"{__name__}:turn", grid, arguments, constants, wide=wide),))
+    return one_launch(f"{__name__}:turn", grid, places, numbers, constants)
 
 
 def _shared_dim(shape: Sequence[int], cos: Sequence[int], sin: Sequence[int]) -> int | None:

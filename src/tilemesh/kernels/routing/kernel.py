@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilemesh.kernels.launch.call import Place
+from tilemesh.kernels.launch.call import Place, one_launch
 from tilemesh.kernels.launch.steps import Argument, Buffer, LaunchPlan, Pointer, Step, blocks
 
 _SCORES = 4096  # of a tile
@@ -203,8 +203,8 @@ def route_plan(places: Mapping[str, Place], *, renormalized: bool) -> LaunchPlan
     arguments |= {"N": tokens, "X": experts, "C": picked, "CHUNK": chunk, "chunks": chunks}
     arguments["s_n"] = places["scores"].strides[0]
     rows = max(1, min(_SCORES // columns, chunk))
-    held: dict[str, object] = {"ROWS": rows, "COLUMNS": columns, "PICKED": triton.next_power_of_2(picked)}
-    held |= {"RENORMALIZED": renormalized, "CHOSEN": "chosen" in places}
+    constants: dict[str, object] = {"ROWS": rows, "COLUMNS": columns, "PICKED": triton.next_power_of_2(picked)}
+    constants |= {"RENORMALIZED": renormalized, "CHOSEN": "chosen" in places}
     pairs: dict[str, object] = {
         "PAIRS": max(16, _SCORES // columns),
         "COLUMNS": columns,
@@ -212,7 +212,7 @@ def route_plan(places: Mapping[str, Place], *, renormalized: bool) -> LaunchPlan
     }
     return LaunchPlan(
         (
-            Step(f"{__name__}:pick_experts", (chunks, 1), arguments, held, varying=("N", "CHUNK")),
+            Step(f"{__name__}:pick_experts", (chunks, 1), arguments, constants, varying=("N", "CHUNK")),
             Step(f"{__name__}:place_pairs", (chunks, 1), arguments, pairs, varying=("N", "CHUNK", "chunks")),
         ),
         {"picks": Buffer(chunks * experts, "int32")},
@@ -223,13 +223,17 @@ def scores_back_plan(places: Mapping[str, Place], *, renormalized: bool) -> Laun
     (tokens, experts), picked = places["scores"].shape, places["experts"].shape[1]
     columns = max(16, triton.next_power_of_2(experts))
     rows = max(1, _SCORES // columns)
-    arguments: dict[str, Argument] = {name: Pointer(name) for name in places}
-    arguments |= {
+    numbers: dict[str, Argument] = {
         "N": tokens, "X": experts, "C": picked, "s_n": places["scores"].strides[0], "g_n": places["grad"].strides[0],
         "g_c": places["grad"].strides[1], "d_n": places["dscores"].strides[0],
     }  # fmt: skip
-    held = {"ROWS": rows, "COLUMNS": columns, "PICKED": triton.next_power_of_2(picked), "RENORMALIZED": renormalized}
-    return LaunchPlan((Step(f"{__name__}:scores_back", (blocks(tokens, rows), 1), arguments, held, varying=("N",)),))
+    constants = {
+        "ROWS": rows,
+        "COLUMNS": columns,
+        "PICKED": triton.next_power_of_2(picked),
+        "RENORMALIZED": renormalized,
+    }
+    return one_launch(f"{__name__}:scores_back", (blocks(tokens, rows), 1), places, numbers, constants, varying=("N",))
 
 
 def _rows_step(kernel: str, places: Mapping[str, Place], strides: Mapping[str, Argument], **more: object) -> LaunchPlan:
@@ -237,11 +241,9 @@ def _rows_step(kernel: str, places: Mapping[str, Place], strides: Mapping[str, A
     (tokens, picked), width = places["slots"].shape, places["x"].shape[1]
     columns = min(1024, max(16, triton.next_power_of_2(width)))
     rows = max(1, _ROW_ELEMENTS // columns)
-    arguments: dict[str, Argument] = {name: Pointer(name) for name in places}
-    arguments |= {"N": tokens, "C": picked, "D": width, **strides}
-    held = {"ROWS": rows, "COLUMNS": columns, **more}
-    step = Step(f"{__name__}:{kernel}", (blocks(tokens, rows), 1), arguments, held, wide=True, varying=("N",))
-    return LaunchPlan((step,))
+    numbers = {"N": tokens, "C": picked, "D": width, **strides}
+    constants, grid = {"ROWS": rows, "COLUMNS": columns, **more}, (blocks(tokens, rows), 1)
+    return one_launch(f"{__name__}:{kernel}", grid, places, numbers, constants, wide=True, varying=("N",))
 
 
 def spread_plan(places: Mapping[str, Place]) -> LaunchPlan:

@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tilemesh.kernels.activations.kernel import activate, slope
-from tilemesh.kernels.launch.call import Place
-from tilemesh.kernels.launch.steps import LaunchPlan, Pointer, Step, blocks
+from tilemesh.kernels.launch.call import Place, one_launch
+from tilemesh.kernels.launch.steps import LaunchPlan, blocks
 
 ROWS, COLUMNS = 4, 512
 TALL, NARROW = 32, 64  # of the backward pass: fewer partial rows to add afterwards
@@ -71,27 +71,26 @@ def backward_pass(
 def forward_plan(places: Mapping[str, Place], *, activation: str) -> LaunchPlan:
     x, scale, shift, y = (places[name] for name in ("x", "scale", "shift", "y"))
     m, n = x.shape
-    arguments = {name: Pointer(name) for name in places} | {
+    numbers = {
         "M": m, "N": n, "x_m": x.strides[0], "x_n": x.strides[1], "a_n": scale.strides[0], "b_n": shift.strides[0],
         "y_m": y.strides[0],
     }  # fmt: skip
     constants = {"ROWS": ROWS, "COLUMNS": COLUMNS, "ACTIVATION": activation, "WIDE": x.dtype == "float64"}
     grid = (blocks(m, ROWS) * blocks(n, COLUMNS), 1)
-    return LaunchPlan((Step(f"{__name__}:forward_pass", grid, arguments, constants, wide=x.wide or y.wide),))
+    return one_launch(f"{__name__}:forward_pass", grid, places, numbers, constants)
 
 
 def backward_plan(places: Mapping[str, Place], *, activation: str) -> LaunchPlan:
     grad, x, scale, shift, dx, sums = (places[name] for name in ("grad", "x", "scale", "shift", "dx", "sums"))
     m, n = x.shape
-    arguments = {name: Pointer(name) for name in places} | {
+    numbers = {
         "M": m, "N": n, "g_m": grad.strides[0], "g_n": grad.strides[1], "x_m": x.strides[0], "x_n": x.strides[1],
         "a_n": scale.strides[0], "b_n": shift.strides[0], "d_m": dx.strides[0],
         "s_r": sums.strides[1], "s_p": sums.strides[0],
     }  # fmt: skip
     constants = {"ROWS": TALL, "COLUMNS": NARROW, "ACTIVATION": activation, "WIDE": x.dtype == "float64"}
     grid = (blocks(m, TALL) * blocks(n, NARROW), 1)
-    wide = any(place.wide for place in places.values())
-    return LaunchPlan((Step(f"{__name__}:backward_pass", grid, arguments, constants, wide=wide),))
+    return one_launch(f"{__name__}:backward_pass", grid, places, numbers, constants)
 
 
 def forward(launch: Any, x: Tensor, scale: Tensor, shift: Tensor, activation: str) -> Tensor:
