@@ -226,10 +226,8 @@ def trace_joint(
     gradients = {name: value for name, value in slots if name in trained and isinstance(value, Node)}
     graph = Graph(inputs, (*returned[:count], *changed.values(), *gradients.values())).replace(_rewritten)
     graph, _ = simplify(graph, ALGEBRA)
-    return JointTrace(
-        graph, tuple(parameters), tuple(buffers), call.names, tuple(slopes), count, tuple(changed), tuple(gradients),
-        (found["leaves"], found["spec"]), lowered.held,
-    )  # fmt: skip
+    own, results = (tuple(parameters), tuple(buffers), call.names), (tuple(slopes), count, tuple(changed))
+    return JointTrace(graph, *own, *results, tuple(gradients), (found["leaves"], found["spec"]), lowered.held)
 
 
 def settings(module: nn.Module) -> tuple[str, ...]:
