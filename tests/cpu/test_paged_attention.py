@@ -207,21 +207,32 @@ def test_even_bits_do_not_follow_from_tiles_or_programs(monkeypatch: pytest.Monk
         paged_attention(q, keys, values, tables, tiles, sinks=sinks, tile=9, **call)
 
 
-def test_the_kernels_compile_for_an_h200() -> None:
-    def place(dtype: str, *shape: int) -> Place:
-        return Place(shape, torch.empty(shape, device="meta").stride(), dtype, aligned=True)
+def placed(dtype: str, *shape: int) -> Place:
+    return Place(shape, torch.empty(shape, device="meta").stride(), dtype, aligned=True)
 
-    pool = place("bfloat16", 4000, 16, 8, 128)
-    places = {"q": place("bfloat16", 64, 32, 128), "keys": pool, "values": pool, "tables": place("int32", 64, 512)}
-    places |= {"tiles": place("int32", 64, 4), "y": places["q"], "sinks": place("bfloat16", 32)}
-    for tile, split, even in ((4, 256, False), (1, 1024, True), (1, 8192, True)):
-        planned = kernel.plan(places, tile=tile, split=split, longest=8192, window=4096, cap=50.0, even=even)
-        operands = {name: Operand(one.dtype) for name, one in (places | planned.buffers).items()}
-        for step in planned.steps:
-            assert compile_step(step, operands, GPUTarget("cuda", 90, 32)).asm["ptx"]
-    table = place("float32", 64, 64)
-    stored = {"x": place("bfloat16", 64, 48 * 128), "cos": table, "sin": table, "places": place("int64", 64)}
-    stored |= {"q": places["q"], "keys": pool, "values": pool}
+
+def bfloat16(*shape: int) -> Place:
+    return placed("bfloat16", *shape)
+
+
+POOL = bfloat16(4000, 16, 8, 128)
+
+
+@pytest.mark.parametrize(("tile", "split", "even"), [(4, 256, False), (1, 1024, True), (1, 8192, True)])
+def test_the_kernels_compile_for_an_h200(tile: int, split: int, even: bool) -> None:
+    places = {"q": bfloat16(64, 32, 128), "keys": POOL, "values": POOL, "tables": placed("int32", 64, 512)}
+    places |= {"tiles": placed("int32", 64, 4), "y": places["q"], "sinks": bfloat16(32)}
+    planned = kernel.plan(places, tile=tile, split=split, longest=8192, window=4096, cap=50.0, even=even)
+    operands = {name: Operand(one.dtype) for name, one in (places | planned.buffers).items()}
+    for step in planned.steps:
+        assert compile_step(step, operands, GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+
+@pytest.mark.parametrize("width", [16, pytest.param(128, marks=pytest.mark.slow)])  # of 128, 20 s for the compiler
+def test_the_kernel_that_stores_compiles_for_an_h200(width: int) -> None:
+    table, pool = placed("float32", 64, width // 2), bfloat16(4000, 16, 8, width)
+    stored = {"x": bfloat16(64, 48 * width), "cos": table, "sin": table, "places": placed("int64", 64)}
+    stored |= {"q": bfloat16(64, 32, width), "keys": pool, "values": pool}
     for step in store.plan(stored, kv_heads=8, rotary=True).steps:
         assert compile_step(step, {name: Operand(one.dtype) for name, one in stored.items()}, GPUTarget("cuda", 90, 32))
 
