@@ -244,5 +244,5 @@ TABLES = [
      [line for line in lines_of(KERNELS) if line.body["case"].get("time") == "kernel" and line.body["measured"]]),
     ("Compression", "Pruned shapes on one H200, and the loss of the model of `make train` at 2 bits (nats).",
      [*PRUNED, *lines_of("compress_make_train_2bits_neoverse_n1_2c.jsonl")]),
-    ("Compiled graphs", "Steps of models compiled with `backend=\"tilemesh\"` on one H200.", select("graph_h200.jsonl", name="graph step")),
+    ("Compiled graphs", "Steps of models compiled with `backend=\"tilemesh\"` on one H200.", [*select("graph_h200.jsonl", name="graph step"), *select("graph_models_h200.jsonl", name="graph step")]),
 ]  # fmt: skip
