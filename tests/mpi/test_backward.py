@@ -644,6 +644,26 @@ def test_frozen_parameters_are_cut_and_left_alone() -> None:
     run_threads(2, main)
 
 
+@pytest.mark.parametrize("place", [1, 2])
+def test_dropout_of_ranks_that_compute_alike_is_refused(place: int) -> None:
+    """Between a column and a row layer each rank's elements are its own; behind the row layer both drop others."""
+
+    def main(comm: Communicator) -> None:
+        layers = [torch.nn.Linear(4, 8), torch.nn.Linear(8, 4), torch.nn.Linear(4, 2)]
+        layers.insert(place, torch.nn.Dropout(0.5))
+        splits = {"0": "column", str(1 + (place == 1)): "row"}
+        laid = lay(torch.nn.Sequential(*layers), Mesh(comm, tp=2), ParallelPlan(tp=2, precision="fp32"), splits)
+        torch.manual_seed(comm.rank)
+        laid.gradients.backward(laid.module(torch.ones(3, 4)).sum(), 3)
+        if place == 1:
+            laid.gradients.finish()
+        else:
+            with pytest.raises(UsageError, match="ranks of tp computed other losses of the same rows"):
+                laid.gradients.finish()
+
+    run_threads(2, main)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("transport", PROCESSES)

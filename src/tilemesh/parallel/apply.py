@@ -123,7 +123,8 @@ def lay(
     def exchange(held: Mapping[str, Held], **stages: Any) -> Gradients:
         if not held:
             raise UsageError(f"a {type(model).__name__} without a parameter that requires gradients: nothing to train")
-        return _gradients(gradients, Parts(held, mesh, algorithm, **stages), plan, bucket_bytes, tokens)
+        parts = Parts(held, mesh, algorithm, **stages, compares=splits is not None)
+        return _gradients(gradients, parts, plan, bucket_bytes, tokens)
 
     if plan.has_chunks:
         assert isinstance(model, Transformer)

@@ -168,6 +168,8 @@ class Parts:
     """The chunk of a pipeline that a parameter is of, where there are several."""
     holders: Mapping[tuple[int, ...], Communicator] = field(default_factory=dict)
     """Ranks of other stages that hold the same parameters, by `Shard.holders`."""
+    compares: bool = False
+    """Whether ranks of tp may compute other losses: of a user's own module, by its dropout or by other rows."""
 
 
 Way = Callable[[Parts], Gradients]
@@ -259,6 +261,8 @@ class Exchanging(Gradients):
         # Asked for now, in the same order on every rank: making a group is a collective call.
         self.groups = {blocks: parts.mesh.among(blocks) for blocks in sorted(wanted)}
         self.holders = parts.holders
+        self._compares = parts.compares and parts.mesh.tp.size > 1
+        self._sign = {0: 1, 1: -1}.get(parts.mesh.tp.index, 0) * self._compares
 
     @property
     def counted_over(self) -> Communicator:
@@ -291,9 +295,15 @@ class Exchanging(Gradients):
         # Read in one go: on a GPU each reading waits for all that was started.
         loss_sum, count, mine = torch.cat([self._totals, squares[None]]).tolist()
         self._totals = None
-        # One small exchange for all. What several ranks have alike counts once.
-        parts = np.array([loss_sum / self._alike, count / self._alike, mine])
-        loss_sum, count, squares_sum = self.counted_over.all_reduce(parts, algorithm=self.algorithm).tolist()
+        # One small exchange for all. What several ranks have alike counts once, and two of them leave nothing.
+        parts = np.array([loss_sum / self._alike, count / self._alike, mine, self._sign * loss_sum])
+        loss_sum, count, squares_sum, apart = self.counted_over.all_reduce(parts, algorithm=self.algorithm).tolist()
+        if self._compares and abs(apart) > 1e-5 * (abs(loss_sum) + count):
+            raise UsageError(
+                f"ranks of tp computed other losses of the same rows ({apart / max(count, 1):.2g} apart per token), so "
+                "their weights would drift apart: give them the same rows (mesh.dp says which), and have dropout "
+                "between a column and a row layer alone, or use place"
+            )
         return loss_sum, round(count), squares_sum
 
     def sum_over(self, blocks: Blocks, flat: Tensor) -> None:
