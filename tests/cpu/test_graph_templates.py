@@ -237,6 +237,23 @@ def test_rotary_positions_are_read_not_copied(monkeypatch: pytest.MonkeyPatch, s
     assert not any(node.op in ("negate", "pad", "opaque") for node in nodes)
 
 
+def test_gradients_of_the_parts_of_a_row_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a part of each head is turned: neither zeros nor a sum of them."""
+
+    class Cut(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q = nn.Linear(8, 8, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q = self.q(x)
+            return (q[..., :2].exp().sum() + q[..., 2:].square().sum()) + q.sin().sum()
+
+    torch.manual_seed(0)
+    nodes = [node for graph in _trained_equally(monkeypatch, Cut(), torch.randn(3, 8)) for node in graph.nodes()]
+    assert not any(node.op in ("pad", "opaque") for node in nodes)
+
+
 class _WideLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -64,12 +64,12 @@ def _slice(shape: Shape, dtype: str, x: Node, dim: int = 0, start: Any = None, s
 
 
 def _slice_back(shape: Shape, dtype: str, g: Node, sizes: Any, dim: int, start: int, stop: int, step: int) -> Any:
-    """The gradient of one half of the last dim, beside zeros (`rotations.py`); others are torch's own."""
-    last, begin, half = len(shape) - 1, range(shape[dim])[slice(start, stop, step)].start, shape[-1] // 2
-    if dim % len(shape) != last or step != 1 or half == 0 or (2 * g.shape[-1], begin % half) != (shape[-1], 0):
+    """The gradient of the first or the last columns, beside zeros (`rotations.py`); others are torch's own."""
+    last, begin, width = len(shape) - 1, range(shape[dim])[slice(start, stop, step)].start, g.shape[-1]
+    high = shape[-1] - begin - width
+    if dim % len(shape) != last or step != 1 or width == 0 or (begin and high):
         return None
-    low, high = ([0] * last + [size] for size in (begin, half - begin))
-    return build.pad(g, low, high)
+    return build.pad(g, [0] * last + [begin], [0] * last + [high])
 
 
 def _select(shape: Shape, dtype: str, x: Node, dim: int, index: int) -> Node:

@@ -56,25 +56,25 @@ def with_rotations(graph: Graph) -> Graph:
 
 
 def _joined(total: Node, turned: Callable[[Node, Sequence[Node]], Node]) -> Node:
-    """A sum in which two halves between zeros are one value. Where one of them has a number, the other has zero: added
-    to a third in either order, the result is the same to the bit."""
-    for half, other in (total.inputs, total.inputs[::-1]):
+    """A sum in which two parts of rows between zeros are one value. Where one of them has a number, the other has zero:
+    added to a third in either order, the result is the same to the bit."""
+    for part, other in (total.inputs, total.inputs[::-1]):
         pairs = [(other, None)] if other.op != "add" else zip(other.inputs, other.inputs[::-1], strict=True)
         for added, rest in pairs:
-            pair = sorted((half, added), key=_begin)
-            if min(map(_begin, pair)) == 0 and _begin(pair[1]) * 2 == total.shape[-1]:
+            pair = sorted((part, added), key=_span)
+            (begin, cut), (again, end) = map(_span, pair)
+            if begin == 0 and cut == again and end == total.shape[-1]:
                 values = [each.inputs[0] for each in pair]
                 joined = turned(build.concat(values, len(total.shape) - 1), values)
                 return joined if rest is None else build.add(rest, joined)
     return total
 
 
-def _begin(node: Node) -> int:
-    """Where a half of the last dim begins, whose other half is zeros; -1 for any other node."""
+def _span(node: Node) -> tuple[int, int]:
+    """The columns of a row beside which there are zeros; none of any other node."""
     if node.op != "pad" or any(node["low"][:-1]) or any(node["high"][:-1]) or any(node["inner"]):
-        return -1
-    low, high = node["low"][-1], node["high"][-1]
-    return low if (low + high) * 2 == node.shape[-1] and 0 in (low, high) else -1
+        return -1, -1
+    return node["low"][-1], node.shape[-1] - node["high"][-1]
 
 
 def _turned(x: Node) -> Node:
