@@ -15,7 +15,7 @@ from tilemesh import kernels
 from tilemesh.kernels import context
 from tilemesh.kernels.adamw.reference import AdamW
 from tilemesh.kernels.launch import call, operator
-from tilemesh.kernels.launch.gpu import DESCRIBED
+from tilemesh.kernels.launch.gpu import described_gpu
 from tilemesh.kernels.lowbit.codes import quantize
 from tilemesh.kernels.lowbit.formats import Scheme
 from tilemesh.kernels.lowbit_linear import kernel as lowbit
@@ -44,7 +44,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setattr(call, "_compile", lambda plan, *_: plans.append(plan) or times(call.Launched))
     monkeypatch.setattr(operator, "implementation_of", lambda *_: "triton")
     monkeypatch.setattr(op, "prepare_on", lambda *_: times(TilesRunner))
-    facts = {"serves": True, "launches_early": True, "device_index": 0, "gpu_of": DESCRIBED["h200"]}
+    facts = {"serves": True, "launches_early": True, "device_index": 0, "gpu_of": described_gpu("h200")}
     for name, value in facts.items():
         monkeypatch.setattr(tokens, name, lambda *_, value=value: value)
     monkeypatch.setattr(some_rows, "form_of", lambda rows: None)
