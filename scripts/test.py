@@ -30,13 +30,13 @@ RANK_TESTS = "tests/mpi"
 GPU_TESTS = ("tests/gpu", "tests/cpu/test_matmul_notebook.py")  # the notebook measures where it can
 # Files that take longest, in this order: they begin first, so that no core is left alone with one in the end.
 LONGEST = (
-    *(f"tests/mpi/test_{part}.py" for part in ("train_faults", "forward", "comm", "comm_faults", "launch")),
-    *(f"tests/mpi/test_{part}.py" for part in ("bench_train", "gate", "call", "backward", "train_fit")),
+    *(f"tests/mpi/test_{part}.py" for part in ("gate", "guide", "train_faults", "zero", "comm", "launch", "backward")),
+    *(f"tests/mpi/test_{part}.py" for part in ("comm_faults", "forward", "call", "sharding", "shared_memory")),
     *(f"tests/cpu/test_{part}.py" for part in ("row_operators", "methods_train", "operators", "align_run", "guide")),
     *(f"tests/cpu/test_{part}.py" for part in ("train_module", "matmul", "serve_ranks", "train_run", "graph_backend")),
     *("tests/fuzz/test_fuzz.py", "tests/report/test_report_pages.py"),
-    *(f"tests/cpu/test_{part}.py" for part in ("compress", "train_pipeline", "align_faults", "graph_memory")),
-    *(f"tests/cpu/test_{part}.py" for part in ("pipeline", "doctor", "placed_run", "model_kernels", "compiled_memory")),
+    *(f"tests/cpu/test_{part}.py" for part in ("compress", "document_commands", "bench_kernel", "serve_families")),
+    *(f"tests/cpu/test_{part}.py" for part in ("pipeline", "doctor", "placed_run", "paged_attention")),
     *("tests/pure/test_schedules.py", "tests/pure/test_plan_serve.py", "tests/resume/test_resume.py"),
 )
 # On a GPU, by file: how many processes share the tests of one that compiles for minutes, and files that measure time.
