@@ -296,9 +296,11 @@ class Exchanging(Gradients):
         loss_sum, count, mine = torch.cat([self._totals, squares[None]]).tolist()
         self._totals = None
         # One small exchange for all. What several ranks have alike counts once, and two of them leave nothing.
-        parts = np.array([loss_sum / self._alike, count / self._alike, mine, self._sign * loss_sum])
-        loss_sum, count, squares_sum, apart = self.counted_over.all_reduce(parts, algorithm=self.algorithm).tolist()
-        if self._compares and abs(apart) > 1e-5 * (abs(loss_sum) + count):
+        compared = [self._sign * loss_sum] * self._compares
+        parts = np.array([loss_sum / self._alike, count / self._alike, mine, *compared])
+        sums = self.counted_over.all_reduce(parts, algorithm=self.algorithm).tolist()
+        loss_sum, count, squares_sum, apart = sums if self._compares else (*sums, 0.0)
+        if abs(apart) > 1e-5 * (abs(loss_sum) + count):
             raise UsageError(
                 f"ranks of tp computed other losses of the same rows ({apart / max(count, 1):.2g} apart per token), so "
                 "their weights would drift apart: give them the same rows (mesh.dp says which), and have dropout "
