@@ -73,9 +73,9 @@ class PairSource(Source):
     def _tensors(self, pairs: Sequence[Pair], weight: float) -> tuple[Tensor, ...]:
         """Tokens, targets, and of each trained token the reference's log-probability and what a pair counts for."""
         sequences = [sequence for pair in pairs for sequence in pair[:2]]
-        given = (pair.prompt for pair in pairs for _ in range(2))
+        prompts = (pair.prompt for pair in pairs for _ in range(2))
         targets = [[IGNORED] * (prompt - 1) + sequence[prompt:] + [IGNORED]
-                   for prompt, sequence in zip(given, sequences, strict=True)]  # fmt: skip
+                   for prompt, sequence in zip(prompts, sequences, strict=True)]  # fmt: skip
         tokens_BT, targets_BT = padded(sequences, self.device), padded(targets, self.device, IGNORED)
         reference_N = torch.zeros(sum(map(_trained, pairs)), dtype=torch.float64, device=self.device)
         if self.reference is not None:

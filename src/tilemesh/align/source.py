@@ -310,9 +310,9 @@ class RolloutSource(Source):
         size = max(1, self.config.plan.microbatch)
         for first in range(begin, begin + count, size):
             rows = range(first, min(first + size, begin + count))
-            whole = [rollout.tokens[rollout.row(row)] for row in rows]
-            last_B = torch.tensor([len(sequence) - 1 for sequence in whole], device=self.device)
-            for name, values in self.rewards.judge(padded(whole, self.device), last_B).items():
+            sequences = [rollout.tokens[rollout.row(row)] for row in rows]
+            last_B = torch.tensor([len(sequence) - 1 for sequence in sequences], device=self.device)
+            for name, values in self.rewards.judge(padded(sequences, self.device), last_B).items():
                 judged[name][rows.start : rows.stop] = values
         return {name: self._summed(values) for name, values in judged.items()}
 

@@ -46,8 +46,8 @@ def _changes_tensors(node: fx.Node) -> bool:
     with suppress(TypeError, ValueError):  # what is no function in Python has no signature, and says it by its name
         settings = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments  # type: ignore[arg-type]
     in_place = name.endswith("_") and not name.endswith("__") and name not in ("and_", "or_", "not_")
-    asked = settings.get("out") is not None or settings.get("inplace") is True
-    return node.op.startswith("call") and (in_place or asked or name in IN_PLACE)
+    has_target = settings.get("out") is not None or settings.get("inplace") is True
+    return node.op.startswith("call") and (in_place or has_target or name in IN_PLACE)
 
 
 IN_PLACE = ("setitem", *(f"i{name}" for name in ("add", "sub", "mul", "truediv", "and", "or", "xor", "pow", "matmul")))
